@@ -2,10 +2,12 @@
 
 Nouns: Piece (an interval of a flattened tensor, or of a Region of it, on one rank), Manifest (the contents of
 a checkpoint, with the hash of every file), Coordinator (the ranks that save or load together), FileSystem
-(the operations on the disk), Store (a run in an object store). The trainer saves and loads,
+(the operations on the disk), Saver (saves one checkpoint after another), Staging (a copy in host memory),
+Background (saves beside the training), Store (a run in an object store). The trainer saves and loads,
 `shoal checkpoint` lists, verifies, compares and copies.
 """
 
+from shoal.checkpoint.background import Background, Ended
 from shoal.checkpoint.compare import Difference, compare
 from shoal.checkpoint.coordinator import Coordinator, ProcessGroupCoordinator, SingleProcess, attempt_together
 from shoal.checkpoint.directory import checkpoints, resolve, step_of
@@ -15,15 +17,19 @@ from shoal.checkpoint.manifest import FileRecord, Manifest, StoredPiece, TensorR
 from shoal.checkpoint.piece import Piece
 from shoal.checkpoint.region import Region
 from shoal.checkpoint.retain import retain
-from shoal.checkpoint.save import save
+from shoal.checkpoint.save import Saver, save
 from shoal.checkpoint.shard import dtype_named
+from shoal.checkpoint.staging import Staging
 from shoal.checkpoint.store import Store, is_url
+from shoal.checkpoint.store_coordinator import StoreCoordinator, coordinator_beside
 from shoal.checkpoint.verify import check_sizes, latest, newest_verified, verify
 
 __all__ = [
     "REAL_FILES",
+    "Background",
     "Coordinator",
     "Difference",
+    "Ended",
     "FileRecord",
     "FileSystem",
     "Manifest",
@@ -31,14 +37,18 @@ __all__ = [
     "ProcessGroupCoordinator",
     "RealFiles",
     "Region",
+    "Saver",
     "SingleProcess",
+    "Staging",
     "Store",
+    "StoreCoordinator",
     "StoredPiece",
     "TensorRecord",
     "attempt_together",
     "check_sizes",
     "checkpoints",
     "compare",
+    "coordinator_beside",
     "dtype_named",
     "is_url",
     "latest",

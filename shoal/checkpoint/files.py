@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
+import itertools
+import mmap
 import os
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
 from typing import Final, Protocol
 
-__all__ = ["REAL_FILES", "FileSystem", "RealFiles", "remove_tree", "write_file"]
+import numpy as np
 
-_CHUNK_BYTES = 4 << 20
+__all__ = ["REAL_FILES", "FileSystem", "RealFiles", "digest_of", "hash_of_file", "remove_tree", "write_file"]
+
+_CHUNK_BYTES = 8 << 20
+_CHUNKS_AHEAD = 4  # chunks that writing may be ahead of hashing, which bounds what is in memory
+_ALIGNMENT = 4096  # bytes, of memory and file, that writing past the cache asks for
+_DIRECT = getattr(os, "O_DIRECT", 0)  # no such flag outside of Linux
 
 
 class FileSystem(Protocol):
@@ -44,6 +55,10 @@ class FileSystem(Protocol):
         """Rename a directory, atomically, to a name that is free."""
         ...
 
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file a second name, or raise OSError where that is not possible."""
+        ...
+
     def remove_file(self, path: Path) -> None:
         """Remove a file."""
         ...
@@ -61,13 +76,27 @@ class RealFiles:
         path.mkdir(parents=True, exist_ok=True)
 
     def create(self, path: Path) -> FileIO:
-        """Open a new, empty, unbuffered file for writing."""
+        """Open a new, empty, unbuffered file for writing, past the system's cache where that is possible."""
+        try:
+            return FileIO(path, "w", opener=lambda name, flags: os.open(name, flags | _DIRECT, 0o666))
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
         return FileIO(path, "w")
 
     def write(self, file: FileIO, data: memoryview) -> None:
-        """Write all of `data`; the operating system may take it in several parts."""
+        """Write all of `data`; the operating system may take it in several parts.
+
+        What is not aligned, such as the end of a file, goes through the cache, and so does what follows it.
+        """
         while data:
-            data = data[file.write(data) :]
+            if not _is_aligned(data):
+                _write_through_cache(file)
+            try:
+                data = data[file.write(data) :]
+            except OSError as error:
+                if error.errno != errno.EINVAL or not _write_through_cache(file):
+                    raise
 
     def sync(self, file: FileIO) -> None:
         """Wait until the file's content is on the disk."""
@@ -85,6 +114,10 @@ class RealFiles:
         """Rename a directory, atomically, to a name that is free."""
         source.rename(target)
 
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file a second name, or raise OSError where that is not possible."""
+        target.hardlink_to(source)
+
     def remove_file(self, path: Path) -> None:
         """Remove a file."""
         path.unlink()
@@ -98,28 +131,86 @@ REAL_FILES: Final = RealFiles()
 """The default FileSystem everywhere; it holds no state."""
 
 
-def write_file(path: Path, blocks: Iterator[memoryview], files: FileSystem) -> tuple[int, str]:
+def _is_aligned(data: memoryview) -> bool:
+    return (np.frombuffer(data, np.uint8).ctypes.data | len(data)) % _ALIGNMENT == 0
+
+
+def _write_through_cache(file: FileIO) -> bool:
+    """Let a file be written through the system's cache; return whether it was not before."""
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    if flags & _DIRECT:
+        fcntl.fcntl(file, fcntl.F_SETFL, flags & ~_DIRECT)
+    return bool(flags & _DIRECT)
+
+
+def write_file(path: Path, blocks: Iterable[memoryview], files: FileSystem) -> tuple[int, str]:
     """Write the bytes of `blocks` to a new file and wait until they are on the disk.
+
+    A second thread hashes each chunk while this one writes it.
 
     Args:
         path: The file.
-        blocks: Flat views of bytes, produced one at a time so that only one need be in memory.
+        blocks: Flat views of bytes, produced one at a time so that only few need be in memory.
         files: The FileSystem to write to.
 
     Returns:
         The file's size in bytes, and the SHA-256 of its content, in hexadecimal.
     """
     digest = hashlib.sha256()
+    hashing: deque[Future[None]] = deque()
     size = 0
-    with files.create(path) as file:
-        for block in blocks:
-            for first in range(0, len(block), _CHUNK_BYTES):
-                chunk = block[first : first + _CHUNK_BYTES]
-                files.write(file, chunk)
-                digest.update(chunk)
-            size += len(block)
+    with files.create(path) as file, ThreadPoolExecutor(1, "shoal hash") as thread:
+        for chunk in _chunks(blocks):
+            hashing.append(thread.submit(digest.update, chunk))
+            files.write(file, chunk)
+            size += len(chunk)
+            if len(hashing) > _CHUNKS_AHEAD:
+                hashing.popleft().result()
         files.sync(file)
     return size, digest.hexdigest()
+
+
+def digest_of(blocks: Iterable[memoryview]) -> str:
+    """Return the SHA-256 of the bytes of `blocks`, in hexadecimal."""
+    digest = hashlib.sha256()
+    for block in blocks:
+        digest.update(block)
+    return digest.hexdigest()
+
+
+def hash_of_file(path: Path) -> str:
+    """Return the SHA-256 of a file, in hexadecimal; a second thread hashes each chunk while this one reads.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    digest = hashlib.sha256()
+    chunk, other = memoryview(bytearray(_CHUNK_BYTES)), memoryview(bytearray(_CHUNK_BYTES))
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1, "shoal hash") as thread:
+        hashing: Future[None] = thread.submit(digest.update, b"")
+        while count := file.readinto(chunk):
+            hashing.result()
+            hashing = thread.submit(digest.update, chunk[:count])
+            chunk, other = other, chunk
+    return digest.hexdigest()
+
+
+def _chunks(blocks: Iterable[memoryview]) -> Iterator[memoryview]:
+    """Yield the same bytes in equal, aligned chunks; a chunk's memory is used again some chunks later."""
+    memory = np.frombuffer(mmap.mmap(-1, (_CHUNKS_AHEAD + 2) * _CHUNK_BYTES), np.uint8)
+    free = itertools.cycle(memory.reshape(-1, _CHUNK_BYTES))
+    chunk, filled = next(free), 0
+    for block in blocks:
+        source = np.frombuffer(block, np.uint8)
+        while source.size:
+            count = min(source.size, _CHUNK_BYTES - filled)
+            np.copyto(chunk[filled : filled + count], source[:count])  # lets other threads run
+            source, filled = source[count:], filled + count
+            if filled == _CHUNK_BYTES:
+                yield chunk.data
+                chunk, filled = next(free), 0
+    if filled:
+        yield chunk[:filled].data
 
 
 def remove_tree(path: Path, files: FileSystem) -> None:

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+import torch
+from safetensors import SafetensorError
 
 from shoal.checkpoint.coordinator import Coordinator, attempt_together
 from shoal.checkpoint.manifest import Manifest, StoredPiece, read_manifest
 from shoal.checkpoint.piece import Piece
+from shoal.checkpoint.reader import ShardReader
 from shoal.checkpoint.region import Region, Run, overlaps
+from shoal.checkpoint.shard import dtype_named
 from shoal.errors import CheckpointError, CorruptCheckpointError, nearest
 
 __all__ = ["load"]
+
+_THREADS = 4  # requests that the disk has at once
+_AHEAD = 64  # requests that wait for it
 
 
 @dataclass(frozen=True)
@@ -30,6 +36,7 @@ class _Copy:
         source_run: The block that contains the region and is consecutive in the source.
         target_run: The block that contains the region and is consecutive in the target.
         region: The region that both hold.
+        dtype: The source's dtype.
     """
 
     source: StoredPiece
@@ -37,11 +44,22 @@ class _Copy:
     source_run: Run
     target_run: Run
     region: Region
+    dtype: torch.dtype
 
     @property
     def key(self) -> str:
         """Name of the source in its file."""
         return self.source.key(self.target.name, self.target.shape)
+
+    def target_view(self) -> torch.Tensor:
+        """Return the elements to fill."""
+        return self.target_run.view(self.target.tensor.detach().view(-1), self.region)
+
+    def first_element(self) -> int | None:
+        """Return the first element of the region in the source, if its elements are consecutive there."""
+        elements = torch.empty(self.source.stop - self.source.start, device="meta")
+        view = self.source_run.view(elements, self.region)
+        return int(view.storage_offset()) if view.is_contiguous() else None
 
 
 def load(path: Path, wanted: Sequence[Piece], coordinator: Coordinator) -> Mapping[str, Any]:
@@ -73,12 +91,13 @@ def _load_share(path: Path, wanted: Sequence[Piece]) -> Mapping[str, Any]:
     for piece in wanted:
         for copy in _copies(manifest, piece):
             by_file[copy.source.file].append(copy)
-    for name, copies in sorted(by_file.items()):
-        try:
-            with safe_open(path / name, framework="pt") as opened:
-                _perform(copies, opened)
-        except (OSError, SafetensorError) as error:
-            raise CorruptCheckpointError(f"{path / name} cannot be read: {error}") from error
+    with ThreadPoolExecutor(_THREADS, "shoal load") as threads:
+        for name, copies in sorted(by_file.items()):
+            try:
+                with ShardReader(path / name, threads) as reader:
+                    _perform(copies, reader)
+            except (OSError, ValueError, SafetensorError) as error:
+                raise CorruptCheckpointError(f"{path / name} cannot be read: {error}") from error
     return manifest.state
 
 
@@ -92,17 +111,32 @@ def _copies(manifest: Manifest, piece: Piece) -> Iterator[_Copy]:
             f"tensor {piece.name!r} has shape {list(record.shape)} in the checkpoint, "
             f"and {list(piece.shape)} is expected"
         )
+    dtype = dtype_named(record.dtype)
     mine = (piece.block, piece.start, piece.stop)
     for source in record.pieces:
         held = (source.block(record.shape), source.start, source.stop)
         for source_run, target_run, region in overlaps(held, mine):
-            yield _Copy(source, piece, source_run, target_run, region)
+            yield _Copy(source, piece, source_run, target_run, region, dtype)
 
 
-def _perform(copies: Iterable[_Copy], opened: Any) -> None:
-    """Copy from one memory-mapped file; only the pages that are copied are read."""
-    for key, of_one_tensor in groupby(sorted(copies, key=lambda copy: copy.key), key=lambda copy: copy.key):
-        stored = opened.get_tensor(key).reshape(-1)
-        for copy in of_one_tensor:
-            target = copy.target_run.view(copy.target.tensor.detach().view(-1), copy.region)
-            target.copy_(copy.source_run.view(stored, copy.region))
+def _perform(copies: Iterable[_Copy], reader: ShardReader) -> None:
+    """Copy from one file; where elements are consecutive there, threads read them, into place if possible."""
+    reading: deque[Future[None]] = deque()
+    try:
+        for copy in copies:
+            target, first = copy.target_view(), copy.first_element()
+            if first is None:
+                target.copy_(copy.source_run.view(reader.mapped(copy.key).reshape(-1), copy.region))
+            elif target.dtype == copy.dtype and target.device.type == "cpu" and target.is_contiguous():
+                reading.extend(reader.read(copy.key, first, target))
+            else:
+                held = torch.empty(target.shape, dtype=copy.dtype)
+                for each in reader.read(copy.key, first, held):
+                    each.result()
+                target.copy_(held)
+            while len(reading) > _AHEAD:
+                reading.popleft().result()
+        for each in reading:
+            each.result()
+    finally:
+        wait(reading)  # before the file is closed

@@ -28,6 +28,7 @@ class Piece:
         tensor: The `stop - start` elements, contiguous, of any shape and on any device. Saving reads it,
             loading fills it.
         region: The block of the tensor that this rank holds a part of; None: all of the tensor.
+        is_constant: Whether training leaves it as it is, so that it is stored apart and mostly written once.
 
     Raises:
         CheckpointError: The interval or the region is not inside the shape, or `tensor` is not its elements.
@@ -39,6 +40,7 @@ class Piece:
     stop: int
     tensor: torch.Tensor
     region: Region | None = None
+    is_constant: bool = False
 
     def __post_init__(self) -> None:
         if self.region is not None and not self.region.is_inside(self.shape):

@@ -20,10 +20,13 @@ def retain(
     coordinator: Coordinator,
     say: Callable[[str], object] = lambda _: None,
     files: FileSystem = REAL_FILES,
+    *,
+    sound: Path | None = None,
 ) -> list[Path]:
     """Delete the oldest checkpoints, so that `keep` stay; all ranks call this together.
 
-    At least one checkpoint that stays is verified before any is deleted. If none of the newest `keep` is
+    At least one checkpoint that stays is known to be sound before any is deleted: it is `sound`, or it is
+    verified. If none of the newest `keep` is
     sound, the newest sound one among the older stays too. If none is sound, none is deleted.
 
     Args:
@@ -32,6 +35,7 @@ def retain(
         coordinator: The ranks, which share the verification.
         say: Function that is called on rank 0 with one line for each corrupt checkpoint that is found.
         files: The FileSystem that they are deleted from.
+        sound: A checkpoint that these ranks have just saved or verified, so that none is read again.
 
     Returns:
         The directories that were deleted, newest first, equal on every rank.
@@ -51,7 +55,7 @@ def retain(
     kept, surplus = found[:keep], found[keep:]
     if not surplus:
         return []
-    if newest_verified(kept, coordinator, say) is None:
+    if sound not in kept and newest_verified(kept, coordinator, say) is None:
         survivor = newest_verified(surplus, coordinator, say)
         surplus = [path for path in surplus if path != survivor] if survivor is not None else []
     attempt_on_rank_zero(coordinator, purpose, lambda: delete(surplus, files))

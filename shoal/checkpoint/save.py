@@ -2,33 +2,68 @@
 
 1. Rank 0 removes leftovers of earlier processes, and makes `step-N.tmp/`.
 2. Each rank that holds elements writes `rank-R.safetensors` there, hashes it while writing, and syncs it.
+   Constant pieces get a file of their own, `rank-R-constant.safetensors`. If its hash is that of the file in
+   the checkpoint before, it becomes a hard link to that file, and nothing is written.
 3. Rank 0 checks that the pieces cover every tensor exactly once, writes `manifest.json`, syncs it and the
    directory, renames the directory to `step-N`, and syncs the parent. The rename makes it complete.
 4. Rank 0 deletes an earlier checkpoint of the same step, if there is one.
 
 After each of steps 1 to 3 the ranks tell each other the result. A crash or an error before the rename leaves
-the earlier checkpoints as they were; after the rename, the new one is there too.
+the earlier checkpoints as they were; after the rename, the new one is there too. A link keeps its content
+when the checkpoint that it was made from is deleted.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self, final
 
 from shoal.checkpoint.coordinator import Coordinator, attempt_on_rank_zero, attempt_together
 from shoal.checkpoint.directory import checkpoints, delete, free_path, staging_path, step_of, sweep
 from shoal.checkpoint.files import REAL_FILES, FileSystem, remove_tree, write_file
 from shoal.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, TensorRecord, merge
 from shoal.checkpoint.piece import Piece
-from shoal.checkpoint.shard import describe, write_shard
+from shoal.checkpoint.shard import Shard, describe
 from shoal.errors import CheckpointError
 
-__all__ = ["save"]
+__all__ = ["Saver", "save"]
 
 _Part = tuple[dict[str, FileRecord], dict[str, TensorRecord]]
 """The files that one rank wrote, and the tensors in them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A file that this process wrote into a checkpoint that is complete.
+
+    Attributes:
+        path: The file.
+        record: Its size and hash.
+        changed: When it was changed last, in nanoseconds.
+    """
+
+    path: Path
+    record: FileRecord
+    changed: int
+
+    @classmethod
+    def of(cls, path: Path, record: FileRecord) -> Self | None:
+        """Return a file that was just written; None if it cannot be found."""
+        try:
+            return cls(path, record, path.stat().st_mtime_ns)
+        except OSError:
+            return None
+
+    def is_unchanged(self) -> bool:
+        """Return whether the file is there, as it was written for all that its size and time tell."""
+        try:
+            found = self.path.stat()
+        except OSError:
+            return False
+        return (found.st_size, found.st_mtime_ns) == (self.record.size, self.changed)
 
 
 def save(
@@ -39,80 +74,130 @@ def save(
     coordinator: Coordinator,
     files: FileSystem = REAL_FILES,
 ) -> Path:
-    """Save a checkpoint; all ranks call this together.
+    """Save a single checkpoint: see `Saver.save`."""
+    return Saver(files).save(directory, step, pieces, state, coordinator)
 
-    If the step has a checkpoint already, the new one gets another name (see `directory.py`), and the old one
-    is deleted after it is complete: use the path that is returned.
+
+@final
+class Saver:
+    """Save the checkpoints of a training, one after another.
+
+    It remembers the constant pieces that it wrote, so that the next checkpoint need not have them written.
 
     Args:
-        directory: The directory of checkpoints, on a file system that all ranks see; made if it is missing.
-        step: The optimizer step after which the checkpoint is saved.
-        pieces: The pieces that this rank holds. The pieces of all ranks cover every tensor exactly once.
-        state: A JSON object, kept in the manifest; rank 0's is saved.
-        coordinator: The ranks.
         files: The FileSystem to write to.
-
-    Returns:
-        The directory of the checkpoint, equal on every rank.
-
-    Raises:
-        CheckpointError: Saving failed: a full disk, a gap or an overlap in the pieces, a state that is not
-            JSON. The message names the rank and the reason, and all ranks raise the same error. Files that
-            are half written are removed if possible.
     """
-    staging = staging_path(directory, step)
-    purpose = f"cannot save step {step} in {directory}"
-    try:
-        attempt_on_rank_zero(coordinator, purpose, lambda: _prepare(staging, files))
-        parts = attempt_together(
-            coordinator, purpose, lambda: _write_part(staging, coordinator.rank, pieces, files)
-        )
-        target = attempt_on_rank_zero(
-            coordinator, purpose, lambda: _commit(staging, _manifest(step, parts, state), files)
-        )
-    except BaseException:
+
+    def __init__(self, files: FileSystem = REAL_FILES) -> None:
+        self.files = files
+        self._constant: _Written | None = None
+
+    def save(
+        self,
+        directory: Path,
+        step: int,
+        pieces: Sequence[Piece],
+        state: Mapping[str, Any],
+        coordinator: Coordinator,
+    ) -> Path:
+        """Save a checkpoint; all ranks call this together.
+
+        If the step has a checkpoint already, the new one gets another name (see `directory.py`), and the old
+        one is deleted after it is complete: use the path that is returned.
+
+        Args:
+            directory: The directory of checkpoints, on a file system that all ranks see; made if it is
+                missing.
+            step: The optimizer step after which the checkpoint is saved.
+            pieces: The pieces that this rank holds. The pieces of all ranks cover every tensor exactly once.
+            state: A JSON object, kept in the manifest; rank 0's is saved.
+            coordinator: The ranks.
+
+        Returns:
+            The directory of the checkpoint, equal on every rank.
+
+        Raises:
+            CheckpointError: Saving failed: a full disk, a gap or an overlap in the pieces, a state that is
+                not JSON. The message names the rank and the reason, and all ranks raise the same error. Files
+                that are half written are removed if possible.
+        """
+        staging = staging_path(directory, step)
+        purpose = f"cannot save step {step} in {directory}"
+        try:
+            attempt_on_rank_zero(coordinator, purpose, lambda: self._prepare(staging))
+            parts = attempt_together(
+                coordinator, purpose, lambda: self._write_part(staging, coordinator.rank, pieces)
+            )
+            target = attempt_on_rank_zero(
+                coordinator, purpose, lambda: self._commit(staging, _manifest(step, parts, state))
+            )
+        except BaseException:
+            if coordinator.rank == 0:
+                with contextlib.suppress(OSError):
+                    remove_tree(staging, self.files)
+            raise
+        constant = _constant_name(coordinator.rank)
+        if record := parts[coordinator.rank][0].get(constant):
+            self._constant = _Written.of(target / constant, record)
         if coordinator.rank == 0:
+            # The new checkpoint is safe. An old one that cannot be removed costs space, but is no failure.
             with contextlib.suppress(OSError):
-                remove_tree(staging, files)
-        raise
-    if coordinator.rank == 0:
-        # The new checkpoint is safe. An old one that cannot be removed costs space, but is no failure.
-        with contextlib.suppress(OSError):
-            superseded = [path for path in checkpoints(directory) if step_of(path) == step and path != target]
-            delete(superseded, files)
-    return target
+                older = [path for path in checkpoints(directory) if step_of(path) == step and path != target]
+                delete(older, self.files)
+        return target
+
+    def _prepare(self, staging: Path) -> None:
+        directory = staging.parent
+        if not directory.exists():
+            self.files.make_directory(directory)
+            self.files.sync_directory(directory.parent)
+        sweep(directory, self.files)
+        self.files.make_directory(staging)
+
+    def _write_part(self, staging: Path, rank: int, pieces: Sequence[Piece]) -> _Part:
+        names = f"rank-{rank:05d}.safetensors", _constant_name(rank)
+        tensors = describe([(names[piece.is_constant], piece) for piece in pieces])
+        changing = Shard([piece for piece in pieces if not piece.is_constant])
+        constant = Shard([piece for piece in pieces if piece.is_constant])
+        if (changing.pieces or constant.pieces) and not staging.is_dir():
+            raise CheckpointError(
+                f"{staging}, which rank 0 made, is missing on this rank: all ranks must see the same file "
+                "system"
+            )
+        written = {}
+        if changing.pieces:
+            written[names[0]] = changing.write(staging / names[0], self.files)
+        if constant.pieces:
+            path = staging / names[1]
+            written[names[1]] = self._link(constant, path) or constant.write(path, self.files)
+        return written, tensors
+
+    def _link(self, shard: Shard, path: Path) -> FileRecord | None:
+        """Make `path` a link to the file that has the shard already; None if there is none."""
+        before = self._constant
+        if before is None or before.record.size != shard.size or not before.is_unchanged():
+            return None
+        if before.record != shard.record():
+            return None
+        try:
+            self.files.link(before.path, path)
+        except OSError:  # this file system has no links, or the file has as many as it can have
+            return None
+        return before.record
+
+    def _commit(self, staging: Path, manifest: Manifest) -> Path:
+        write_file(staging / MANIFEST_NAME, iter([memoryview(manifest.to_json())]), self.files)
+        self.files.sync_directory(staging)
+        target = free_path(staging.parent, manifest.step)
+        self.files.rename(staging, target)
+        self.files.sync_directory(target.parent)
+        return target
 
 
-def _prepare(staging: Path, files: FileSystem) -> None:
-    directory = staging.parent
-    if not directory.exists():
-        files.make_directory(directory)
-        files.sync_directory(directory.parent)
-    sweep(directory, files)
-    files.make_directory(staging)
-
-
-def _write_part(staging: Path, rank: int, pieces: Sequence[Piece], files: FileSystem) -> _Part:
-    name = f"rank-{rank:05d}.safetensors"
-    tensors = describe(name, pieces)
-    if not any(tensor.pieces for tensor in tensors.values()):
-        return {}, tensors
-    if not staging.is_dir():
-        raise CheckpointError(
-            f"{staging}, which rank 0 made, is missing on this rank: all ranks must see the same file system"
-        )
-    return {name: write_shard(staging / name, pieces, files)}, tensors
+def _constant_name(rank: int) -> str:
+    return f"rank-{rank:05d}-constant.safetensors"
 
 
 def _manifest(step: int, parts: Sequence[_Part], state: Mapping[str, Any]) -> Manifest:
     written = {name: file for part_files, _ in parts for name, file in part_files.items()}
     return merge(step, written, (tensors for _, tensors in parts), state)
-
-
-def _commit(staging: Path, manifest: Manifest, files: FileSystem) -> Path:
-    write_file(staging / MANIFEST_NAME, iter([memoryview(manifest.to_json())]), files)
-    files.sync_directory(staging)
-    target = free_path(staging.parent, manifest.step)
-    files.rename(staging, target)
-    files.sync_directory(target.parent)
-    return target

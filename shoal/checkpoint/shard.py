@@ -1,19 +1,20 @@
-"""A shard: the safetensors file that holds a rank's pieces, written as a stream."""
+"""A shard: a safetensors file that holds pieces of one rank, written as a stream."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import final
 
 import torch
 
-from shoal.checkpoint.files import FileSystem, write_file
+from shoal.checkpoint.files import FileSystem, digest_of, write_file
 from shoal.checkpoint.manifest import FileRecord, StoredPiece, TensorRecord
 from shoal.checkpoint.piece import Piece
 from shoal.errors import CheckpointError
 
-__all__ = ["describe", "dtype_named", "write_shard"]
+__all__ = ["Shard", "describe", "dtype_named"]
 
 _DTYPES: dict[torch.dtype, str] = {
     torch.bfloat16: "BF16",
@@ -40,8 +41,8 @@ def dtype_named(name: str) -> torch.dtype:
     return next(dtype for dtype, called in _DTYPES.items() if called == name)
 
 
-def describe(file: str, pieces: Sequence[Piece]) -> dict[str, TensorRecord]:
-    """Return the manifest's records of a rank's pieces, which are stored in `file`.
+def describe(placed: Iterable[tuple[str, Piece]]) -> dict[str, TensorRecord]:
+    """Return the manifest's records of a rank's pieces, each given with the file that stores it.
 
     An empty piece is not stored, but its tensor is recorded, so that a tensor without elements has a record.
 
@@ -49,7 +50,7 @@ def describe(file: str, pieces: Sequence[Piece]) -> dict[str, TensorRecord]:
         CheckpointError: Two pieces of a tensor differ in dtype or shape, or a dtype cannot be stored.
     """
     records: dict[str, TensorRecord] = {}
-    for piece in pieces:
+    for file, piece in placed:
         stored = (_stored(file, piece),) if piece.start < piece.stop else ()
         record = TensorRecord(_dtype_name(piece), piece.shape, stored)
         before = records.setdefault(piece.name, TensorRecord(record.dtype, record.shape, ()))
@@ -59,37 +60,51 @@ def describe(file: str, pieces: Sequence[Piece]) -> dict[str, TensorRecord]:
     return records
 
 
-def write_shard(path: Path, pieces: Sequence[Piece], files: FileSystem) -> FileRecord:
-    """Write the pieces to a safetensors file, and wait until it is on the disk.
+@final
+class Shard:
+    """The safetensors file of some pieces: a little-endian 64-bit length, that many bytes of JSON, tensors.
 
-    Tensors are written one at a time, without a copy; those on a device are copied one at a time. The
-    format is a little-endian 64-bit length, that many bytes of JSON, and the tensors end to end.
+    Tensors are written one at a time, without a copy; those on a device are copied one at a time.
 
     Args:
-        path: The file.
-        pieces: The pieces to store; empty ones are left out.
-        files: The FileSystem to write to.
+        pieces: The pieces; empty ones are left out.
+
+    Attributes:
+        pieces: The pieces that are stored, in the order of the file.
+        size: Bytes of the file.
 
     Raises:
         CheckpointError: Two pieces would have the same key, or a dtype cannot be stored.
-        OSError: The disk is full, or fails otherwise.
     """
-    # Wide elements first: then each tensor starts at a multiple of its element size, and a reader can map it.
-    ordered = sorted(
-        (piece for piece in pieces if piece.start < piece.stop),
-        key=lambda piece: (-piece.tensor.element_size(), piece.name, piece.start),
-    )
-    header = _header(ordered)
 
-    def blocks() -> Iterator[memoryview]:
-        yield memoryview(len(header).to_bytes(8, "little"))
-        yield memoryview(header)
-        for piece in ordered:
+    def __init__(self, pieces: Iterable[Piece]) -> None:
+        # Wide elements first: then each tensor starts at a multiple of its element size, and can be mapped.
+        self.pieces = sorted(
+            (piece for piece in pieces if piece.start < piece.stop),
+            key=lambda piece: (-piece.tensor.element_size(), piece.name, piece.start),
+        )
+        header = _header(self.pieces)
+        self._head = len(header).to_bytes(8, "little") + header
+        self.size = len(self._head) + sum(piece.tensor.nbytes for piece in self.pieces)
+
+    def record(self) -> FileRecord:
+        """Return the record that the file has, without writing it."""
+        return FileRecord(self.size, digest_of(self._blocks()))
+
+    def write(self, path: Path, files: FileSystem) -> FileRecord:
+        """Write the file, and wait until it is on the disk.
+
+        Raises:
+            OSError: The disk is full, or fails otherwise.
+        """
+        return FileRecord(*write_file(path, self._blocks(), files))
+
+    def _blocks(self) -> Iterator[memoryview]:
+        yield memoryview(self._head)
+        for piece in self.pieces:
             # A contiguous tensor of one element may have any stride, but a view of its bytes may not.
             flat = piece.tensor.detach().cpu().as_strided((piece.tensor.numel(),), (1,))
             yield flat.view(torch.uint8).numpy().data
-
-    return FileRecord(*write_file(path, blocks(), files))
 
 
 def _stored(file: str, piece: Piece) -> StoredPiece:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shoal.checkpoint.coordinator import Coordinator, SingleProcess, attempt_on_rank_zero, attempt_together
 from shoal.checkpoint.directory import checkpoints
+from shoal.checkpoint.files import hash_of_file
 from shoal.checkpoint.manifest import Manifest, read_manifest
 from shoal.errors import CorruptCheckpointError
 
@@ -88,8 +88,7 @@ def _verify_share(path: Path, coordinator: Coordinator) -> None:
     by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
     for name in by_size[coordinator.rank :: coordinator.size]:
         try:
-            with (path / name).open("rb") as file:
-                found = hashlib.file_digest(file, "sha256").hexdigest()
+            found = hash_of_file(path / name)
         except OSError as error:
             raise CorruptCheckpointError(f"{path / name} cannot be read: {error.strerror}") from error
         if found != manifest.files[name].sha256:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["largest_logits", "memory_of_a_rank"]
+__all__ = ["available_memory", "largest_logits", "memory_of_a_rank"]
 
 _MARGIN = 0.1
 """Share of a GPU's memory that is left to CUDA itself, to NCCL's buffers and to gaps between tensors."""
@@ -61,10 +61,10 @@ def _here(model: nn.Module, device: torch.device) -> tuple[str, float | None, in
         # Not the GPU's index: a launcher may show each rank only one GPU.
         return str(gpu.uuid), gpu.total_memory * (1 - _MARGIN), 0
     held = sum(each.nbytes for each in (*model.parameters(), *model.buffers()) if each.device == device)
-    return platform.node(), _available() if device.type == "cpu" else None, held
+    return platform.node(), available_memory() if device.type == "cpu" else None, held
 
 
-def _available() -> int | None:
+def available_memory() -> int | None:
     """Return the bytes that new allocations can have on this host, within this process's control group."""
     try:
         facts = dict(line.split(":", 1) for line in _FACTS.read_text().splitlines())

@@ -131,8 +131,16 @@ class ValidationConfig(_Section):
 class CheckpointConfig(_Section):
     """When to save the state; always at the end."""
 
-    every: int = Field(default=100, ge=0)
-    """Steps between checkpoints; 0 saves only at the end."""
+    every: Annotated[int, Field(ge=0)] | Literal["auto"] = 100
+    """Steps between checkpoints; 0 saves only at the end. "auto" chooses them by the measured time of a step,
+    the time for which a save stops training, and `mtbf`.
+    """
+    mtbf: float = Field(default=24.0, gt=0)
+    """Mean time between failures of the whole run, in hours, for every = "auto"."""
+    background: bool = True
+    """Whether checkpoints are written beside the training, which waits for a copy of the state only. The copy
+    takes as much host memory as the state.
+    """
     keep: int = Field(default=2, gt=0)
     """Number of checkpoints to keep. The last one that verifies is never deleted."""
     store: str = ""

@@ -17,7 +17,6 @@ from shoal.checkpoint import (
     Coordinator,
     ProcessGroupCoordinator,
     SingleProcess,
-    retain,
 )
 from shoal.data import Corpus, prepare
 from shoal.errors import (
@@ -51,6 +50,7 @@ from shoal.train.randomness import compute_deterministically, nondeterministic_o
 from shoal.train.rate_change import rate_change_of
 from shoal.train.result import StepResult
 from shoal.train.roles import Role, joined_role, serve, take_role
+from shoal.train.saving import Saving, is_due
 from shoal.train.step_memory import MemoryRecord
 from shoal.train.taking_up import go_on
 from shoal.train.trainer import Trainer
@@ -168,6 +168,7 @@ class _Execution:
             recorder=recorder,
             sequence=self._config.sequence,
             on_step=self._take_result,
+            on_save=self._upload,
             on_decision=self._take_decision,
             held_out=HeldOut(self._validation, functions={"accuracy": next_token_accuracy}),
             servers=self._servers,
@@ -179,6 +180,14 @@ class _Execution:
             "sequence": self._config.sequence,
             "seed": self._config.seed,
         }
+        self._saving = Saving(
+            self._trainer,
+            self._config.checkpoint,
+            self._run.checkpoints,
+            {"data": self._data},
+            self._coordinator,
+            self._say,
+        )
         self._loggers = self._open_loggers()
         self._compiling = Compiling(self._say)
 
@@ -187,13 +196,14 @@ class _Execution:
         try:
             self._take_up()
             self._looked_at = self._trainer.step_count
+            self._saving.begin()
             stop.heed()
             self._say(self._opening())
             while self._trainer.step_count < self._config.steps:
                 self._step(stop)
                 if self._is_stopped and self._trainer.step_count < self._config.steps:
                     if self._trainer.workers.leads:
-                        path = self._save()
+                        path = self._saving.save_at_end()
                         self._say(f"stopped by a signal; saved {path}; go on with --resume {self._run.path}")
                     return EXIT_STOPPED
                 self._do_what_is_due()
@@ -209,7 +219,7 @@ class _Execution:
                 with contextlib.suppress(
                     OSError
                 ):  # all is saved: if the reader of the output is gone, only the summary is lost
-                    print(summary(self._run), flush=True)
+                    print(summary(self._run, self._saving.summary()), flush=True)
             return 0
         finally:
             self._trainer.close()
@@ -254,6 +264,7 @@ class _Execution:
     def _take_result(self, result: StepResult) -> None:
         """Take note of a step's result; on a GPU it comes while the next step runs."""
         self._is_stopped |= result.stop
+        self._saving.stepped(result.seconds)
         if not (self._is_savable or result.skipped):
             self._trainer.require_savable()
             self._is_savable = True
@@ -278,31 +289,20 @@ class _Execution:
         last = self._config.steps
         if not workers.leads:
             return
-        if step == last or _is_due(before, step, self._config.validation.every):
+        if step == last or is_due(before, step, self._config.validation.every):
             loss = self._trainer.validate(self._validation, self._config.validation.samples)
             self._loggers.log(step, {"validation_loss": loss})
             self._say(f"step {step}/{last}  validation loss {loss:.3f}")
         if step == last:
-            self._save()
-        elif _is_due(before, step, self._config.checkpoint.every):
-            try:
-                self._save()
-            except CheckpointError as error:
-                self._say(f"warning: step {step} was not saved, training goes on: {error}")
-
-    def _save(self) -> Path:
-        path = self._trainer.save(self._run.checkpoints, {"data": self._data})
-        retain(self._run.checkpoints, self._config.checkpoint.keep, self._coordinator, self._say)
-        if self._is_first and self._config.checkpoint.store:
-            self._upload(path)
-        return path
+            self._saving.save_at_end()
+        else:
+            self._saving.save_if_due(before)
 
     def _upload(self, checkpoint: Path) -> None:
-        """Copy a checkpoint to the object store, behind the training."""
-        if self._uploading is None:
-            kept = self._config.checkpoint
-            self._uploading = Uploading(kept.store, kept.keep, self._say)
-        self._uploading.saved(checkpoint)
+        """Copy a checkpoint that is complete to the object store, if there is one."""
+        if self._is_first and self._config.checkpoint.store:
+            self._uploading = self._uploading or Uploading(self._config.checkpoint, self._say)
+            self._uploading.saved(checkpoint)
 
     def _take_up(self) -> None:
         """Load what the job resumes or begins from, if anything, and describe the run as it is now."""
@@ -388,8 +388,3 @@ class _Execution:
     def _say(self, text: str) -> None:
         if self._is_first:
             self._live.say(text)
-
-
-def _is_due(before: int, step: int, every: int) -> bool:
-    """Return whether a multiple of `every` is among the steps after `before`, up to `step`."""
-    return every > 0 and step // every > before // every

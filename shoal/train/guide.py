@@ -21,6 +21,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from statistics import fmean, median, stdev
 from typing import Any, TypeVar, final
 
+from torch.optim import Optimizer
+
 from shoal.checkpoint import Coordinator
 from shoal.parallel import GuidedUpdates, Parallel
 from shoal.plan import Exchange, Plan
@@ -32,7 +34,7 @@ from shoal.train.measured_exchange import Link, OwnGradient, conditions_of, meas
 from shoal.train.snapshot import Snapshot
 from shoal.train.stepping import Made, Stepping
 
-__all__ = ["Guide"]
+__all__ = ["Guide", "guide_of"]
 
 _WARM = 4  # first dense steps whose seconds tell nothing
 _TIMED = 4  # dense steps that are timed
@@ -330,3 +332,15 @@ def _numbers_of(now: Conditions) -> dict[str, float]:
         "noise scale over batch": now.noise,
         **kept,
     }
+
+
+def guide_of(optimizer: Optimizer, stepping: Stepping, plan: Plan, **settings: Any) -> Guide | None:
+    """Return the guide of a training with exchange=auto; None for another training.
+
+    Args:
+        optimizer: The optimizer.
+        stepping: Makes steps.
+        plan: The Plan.
+        settings: The other arguments of `Guide`.
+    """
+    return Guide(stepping, optimizer, plan, **settings) if isinstance(optimizer, GuidedUpdates) else None

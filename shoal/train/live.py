@@ -66,8 +66,13 @@ class LiveLine:
             self._stream.flush()
 
 
-def summary(run: Run) -> str:
-    """Return a summary of a run, for its end."""
+def summary(run: Run, saves: str = "") -> str:
+    """Return a summary of a run, for its end.
+
+    Args:
+        run: The run.
+        saves: What became of its checkpoints, in one line; "" for nothing.
+    """
     metrics = run.metrics()
     trained = [values for values in metrics if "loss" in values]
     validated = [values for values in metrics if values.get("validation_loss") is not None]
@@ -87,6 +92,8 @@ def summary(run: Run) -> str:
         lines.append(f"loss        {trained[0]['loss']:.3f} at first, {trained[-1]['loss']:.3f} at last")
     if skipped := sum(bool(values.get("skipped")) for values in trained):
         lines.append(f"skipped     {skipped} steps, whose loss or gradient was not finite")
+    if saves:
+        lines.append(f"saves       {saves}")
     if validated:
         loss, unit = validated[-1]["validation_loss"], described["loss_unit"]
         lines.append(f"validation  {loss:.3f} {unit}")

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import numpy as np
 import torch
 
-from shoal.checkpoint import Coordinator
+from shoal.checkpoint import Coordinator, ProcessGroupCoordinator, SingleProcess
 from shoal.data import Loader
 from shoal.errors import TrainingError
 from shoal.models.nested import tensors_in
 from shoal.parallel import GradientNorm, Parallel, local_part
 from shoal.train.result import StepResult
 
-__all__ = ["Skips", "Unsettled", "explain_not_finite"]
+__all__ = ["Explainer", "Skips", "Unsettled"]
 
 _MOST_NAMED = 8
 
@@ -78,49 +78,57 @@ class Unsettled(NamedTuple):
     norm: GradientNorm
 
 
-def explain_not_finite(
-    step: Unsettled,
-    parallel: Parallel,
-    loader: Loader[Any],
-    names: Sequence[str],
-    microbatch: int,
-    coordinator: Coordinator,
-    *,
-    has_gradients: bool,
-) -> str:
-    """Return what was not finite in a step; all ranks call it together.
+@final
+class Explainer:
+    """Find what was not finite in a step.
 
     Args:
-        step: The step.
         parallel: The model.
-        loader: Loader that knows which samples the step had.
+        loader: Loader that knows which samples a step had.
         names: Names of all parameters, in the model's order.
         microbatch: Samples of one forward of one rank.
-        coordinator: All ranks.
-        has_gradients: Whether the gradients are still there; they are forgotten then.
     """
-    if has_gradients:
-        gradients = _not_finite_gradients(parallel)
-        parallel.zero_grad()
-    else:
-        finite = torch.isfinite(step.norm.parts).tolist()
-        gradients = [name for name, held in zip(step.norm.names, finite, strict=True) if not held]
-    dp, shares = parallel.axes.dp, parallel.plan.shared
-    suspects: list[int] = []
-    for number, loss in step.losses.items():
-        if not torch.isfinite(loss).all():
-            start = loader.start(step.position, number, dp.index, dp.size, microbatch, shares)
-            suspects += _suspects(loader, start, microbatch)
-    weights = [owned.name for owned in parallel.owned if not _is_finite(owned.parameter)]
-    told = coordinator.all_gather_object((suspects, gradients, weights))
-    place = {name: number for number, name in enumerate(names)}
 
-    def of_all(which: int) -> list[Any]:
-        return list({each for rank in told for each in rank[which]})
+    def __init__(
+        self, parallel: Parallel, loader: Loader[Any], names: Sequence[str], microbatch: int
+    ) -> None:
+        self._parallel = parallel
+        self._loader = loader
+        self._place = {name: number for number, name in enumerate(names)}
+        self._microbatch = microbatch
+        axis = parallel.axes.in_step  # with local updates, the ranks of one worker
+        self._ranks: Coordinator = SingleProcess() if axis.size == 1 else ProcessGroupCoordinator(axis.group)
 
-    samples = sorted(of_all(0))
-    graded, weighed = (sorted(of_all(which), key=lambda name: place.get(name, -1)) for which in (1, 2))
-    return _sentence(step.result.loss, step.result.gradient_norm, samples, graded, weighed)
+    def reason(self, step: Unsettled, *, has_gradients: bool) -> str:
+        """Return what was not finite; all ranks that made the step together call it.
+
+        Args:
+            step: The step.
+            has_gradients: Whether the gradients are still there; they are forgotten then.
+        """
+        if has_gradients:
+            gradients = _not_finite_gradients(self._parallel)
+            self._parallel.zero_grad()
+        else:
+            finite = torch.isfinite(step.norm.parts).tolist()
+            gradients = [name for name, held in zip(step.norm.names, finite, strict=True) if not held]
+        dp, shares = self._parallel.axes.dp, self._parallel.plan.shared
+        suspects: list[int] = []
+        for number, loss in step.losses.items():
+            if not torch.isfinite(loss).all():
+                start = self._loader.start(step.position, number, dp.index, dp.size, self._microbatch, shares)
+                suspects += _suspects(self._loader, start, self._microbatch)
+        weights = [owned.name for owned in self._parallel.owned if not _is_finite(owned.parameter)]
+        told = self._ranks.all_gather_object((suspects, gradients, weights))
+
+        def of_all(which: int) -> list[Any]:
+            return list({each for rank in told for each in rank[which]})
+
+        samples = sorted(of_all(0))
+        graded, weighed = (
+            sorted(of_all(which), key=lambda name: self._place.get(name, -1)) for which in (1, 2)
+        )
+        return _sentence(step.result.loss, step.result.gradient_norm, samples, graded, weighed)
 
 
 def _not_finite_gradients(parallel: Parallel) -> list[str]:

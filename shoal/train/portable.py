@@ -34,7 +34,7 @@ from shoal.parallel import GuidedUpdates, LocalUpdates, Parallel, ServedUpdates,
 from shoal.train.exchange_state import empty_like_saved, kept_by_exchanges, restore_exchanges
 from shoal.train.state import differing_buffers, optimizer_to_load, pieces_to_load, pieces_to_save
 
-__all__ = ["load", "load_training", "save", "save_training"]
+__all__ = ["load", "load_training", "save", "training_to_save"]
 
 _RATES = "local_updates_rates"
 """Key of `LocalUpdates.rates`, in the checkpoint's state."""
@@ -76,7 +76,9 @@ def save(
     described = {"plan": str(parallel.plan), "ranks": coordinator.size, _OWN: {**state, "step": step}}
     if optimizer is not None:
         described["settings"] = [_settings_of(group) for group in optimizer.param_groups]
-    return save_training(folder, step, parallel, optimizer, described, coordinator)
+    purpose = f"cannot save step {step} in {folder}"
+    pieces, kept = training_to_save(purpose, parallel, optimizer, described, coordinator)
+    return write_pieces(folder, step, pieces, kept, coordinator)
 
 
 def load(
@@ -116,44 +118,39 @@ def load(
     return dict(saved.get(_OWN, saved))
 
 
-def save_training(
-    directory: Path,
-    step: int,
+def training_to_save(
+    purpose: str,
     parallel: Parallel,
     optimizer: torch.optim.Optimizer | None,
     state: Mapping[str, Any],
     coordinator: Coordinator,
     of_rank: Mapping[str, torch.Tensor] | None = None,
-) -> Path:
-    """Save a checkpoint of a model, its buffers and its optimizer.
+) -> tuple[list[Piece], dict[str, Any]]:
+    """Return the pieces of a model, its buffers and its optimizer that this rank saves, and the state beside.
 
     Args:
-        directory: Directory of checkpoints.
-        step: Optimizer steps made.
+        purpose: Beginning of an error's message.
         parallel: The model.
         optimizer: The optimizer; its name is kept with the state.
         state: A JSON object to keep with the checkpoint.
-        coordinator: All ranks.
+        coordinator: All ranks, which call it together.
         of_rank: Further tensors of this rank only, by name.
 
     Raises:
-        CheckpointError: It could not be written; training can go on.
+        CheckpointError: On all ranks: the optimizer has state that a checkpoint cannot hold.
     """
     if isinstance(optimizer, (LocalUpdates, GuidedUpdates, ServedUpdates)):
         optimizer.settle()
     pieces: list[Piece] = []
-    attempt_together(
-        coordinator,
-        f"cannot save step {step} in {directory}",
-        lambda: pieces.extend(pieces_to_save(parallel, optimizer)),
-    )
+    attempt_together(coordinator, purpose, lambda: pieces.extend(pieces_to_save(parallel, optimizer)))
     buffers = differing_buffers(parallel.saved_buffers(), coordinator)
     pieces += _of_rank(coordinator.rank, buffers, {**(of_rank or {}), **kept_by_exchanges(parallel)})
+    kept = dict(state)
     if optimizer is not None:
-        state = {**state, "optimizer": title_of(optimizer)}
+        kept["optimizer"] = title_of(optimizer)
     if isinstance(optimizer, LocalUpdates):
-        state = {**state, _RATES: optimizer.rates}
-    return write_pieces(directory, step, pieces, state, coordinator)
+        kept[_RATES] = optimizer.rates
+    return pieces, kept
 
 
 def load_training(

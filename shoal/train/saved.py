@@ -1,4 +1,4 @@
-"""Save and load the state of training: the model, the optimizer, random generators."""
+"""The state of training as a checkpoint: the model, the optimizer, random generators."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, final
 
 import torch
 
-from shoal.checkpoint import Coordinator, attempt_together, read_manifest
+from shoal.checkpoint import Coordinator, Piece, attempt_together, read_manifest
 from shoal.parallel import Parallel
-from shoal.train.portable import load_training, save_training
+from shoal.train.portable import load_training, training_to_save
 from shoal.train.randomness import begin_anew, random_state, set_random_state
 from shoal.train.state import optimizer_pieces
 
@@ -19,7 +19,7 @@ __all__ = ["SavedTraining"]
 
 @final
 class SavedTraining:
-    """Save and load the training of a model by an optimizer; all ranks call it together.
+    """Give and load the training of a model by an optimizer; all ranks call it together.
 
     Args:
         parallel: The model.
@@ -45,8 +45,10 @@ class SavedTraining:
         self._coordinator = coordinator
         self._settings = _settings_of(optimizer)
 
-    def save(self, directory: Path, step: int, state: Mapping[str, Any]) -> Path:
-        """Save a checkpoint.
+    def to_save(
+        self, directory: Path, step: int, state: Mapping[str, Any]
+    ) -> tuple[list[Piece], dict[str, Any]]:
+        """Return the pieces that this rank saves, in the memory of training, and the state beside them.
 
         Args:
             directory: Directory of checkpoints.
@@ -54,19 +56,17 @@ class SavedTraining:
             state: A JSON object to keep with the checkpoint.
 
         Raises:
-            CheckpointError: It could not be written; training can go on.
+            CheckpointError: The optimizer has state that a checkpoint cannot hold.
         """
         settings = [
             {key: value for key, value in now.items() if before.get(key) != value}
             for now, before in zip(_settings_of(self._optimizer), self._settings, strict=True)
         ]
-        described = {**state, **self._layout, "settings": settings}
-        return save_training(
-            directory,
-            step,
+        return training_to_save(
+            f"cannot save step {step} in {directory}",
             self._parallel,
             self._optimizer,
-            described,
+            {**state, **self._layout, "settings": settings},
             self._coordinator,
             {f"random.{name}": tensor for name, tensor in random_state().items()},
         )

@@ -253,7 +253,8 @@ def _fixed(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
 
 def _frozen_piece(frozen: Frozen) -> Piece:
     flat, start = frozen.local.contiguous().view(-1), frozen.start
-    return Piece(f"fixed/{frozen.name}", frozen.shape, start, start + flat.numel(), flat, _region(frozen))
+    stop, region = start + flat.numel(), _region(frozen)
+    return Piece(f"fixed/{frozen.name}", frozen.shape, start, stop, flat, region, is_constant=True)
 
 
 def _region(part: Owned | Frozen) -> Region | None:

@@ -40,6 +40,8 @@ class StepMemory:
         self._optimizer = optimizer
         self._device = parallel.device
         self._unit_of = _units(parallel.module)
+        # Listed now: within a step, zero3 takes the listing of parameters for their use.
+        self._having_gradients = list(self._parameters())
         self._buffers = self._gradient_buffers()
         self._gradients = spanned(self._buffers)
         self._activations: Counter[str] = Counter()
@@ -105,22 +107,22 @@ class StepMemory:
 
     def _note_peak(self) -> None:
         """Note the gradients that there are, and where the step is."""
-        gradients = [each.grad for _, each in self._parameters() if each.grad is not None]
+        gradients = [each.grad for each in self._having_gradients if each.grad is not None]
         self._gradients = spanned([*self._buffers, *gradients])
         where = self._in[-1] if self._in else OUTSIDE
         self._moment = f"backward, {where}" if _is_in_backward() else f"forward, {where}"
 
-    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def _parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that have gradients: those that compute, and those of the optimizer."""
         seen: set[int] = set()
-        owned = ((each.name, each.parameter) for each in self._parallel.owned)
-        for name, parameter in (*self._parallel.module.named_parameters(), *owned):
+        owned = (each.parameter for each in self._parallel.owned)
+        for parameter in (*self._parallel.module.parameters(), *owned):
             if id(parameter) not in seen:
                 seen.add(id(parameter))
-                yield name, parameter
+                yield parameter
 
     def _states(self) -> Iterator[torch.Tensor]:
-        for _, parameter in self._parameters():
+        for parameter in self._having_gradients:
             yield parameter
             if parameter.grad is not None:
                 yield parameter.grad

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,31 +16,31 @@ from shoal.checkpoint import Coordinator, ProcessGroupCoordinator, SingleProcess
 from shoal.collectives import keep_freed_memory
 from shoal.data import Loader, as_samples
 from shoal.models import Transformer
-from shoal.parallel import Batch, GuidedUpdates, Parallel, own_device, parallelize
+from shoal.parallel import Batch, Parallel, own_device, parallelize
 from shoal.parallel.compiled import compiled
 from shoal.parallel.device_memory import largest_logits
 from shoal.plan import Plan, SettledPlan
 from shoal.record import NullRecorder, Recorder
 from shoal.run import Decision
 from shoal.server import Servers
-from shoal.timeline import Kind
 from shoal.train.buffers import ChangingBuffers
 from shoal.train.compiling import with_compile
 from shoal.train.config import OptimizerConfig
 from shoal.train.curvature import Curvature
 from shoal.train.evaluate import Evaluation, Evaluator
-from shoal.train.guide import Guide
+from shoal.train.guide import guide_of
 from shoal.train.held_out import HeldOut, next_token_accuracy, values_on
 from shoal.train.learning_rate import RateCourse, Schedule
 from shoal.train.listeners import Listeners
 from shoal.train.micro_batch import Counted, Loss, Reader
-from shoal.train.not_finite import Skips, Unsettled, explain_not_finite
+from shoal.train.not_finite import Explainer, Skips, Unsettled
 from shoal.train.optimizer import OptimizerFactory, build_optimizer
 from shoal.train.passes import Passes
 from shoal.train.randomness import begin_anew
 from shoal.train.result import StepResult
 from shoal.train.run_record import RunRecord
 from shoal.train.saved import SavedTraining
+from shoal.train.saves import Begun, Extra, Saves, Told
 from shoal.train.served import plan_of_ranks, serve_optimizer, stale_guard_of
 from shoal.train.stepping import Stepping
 from shoal.train.update import Update
@@ -142,10 +143,8 @@ class Trainer:
         self.plan = with_compile(own, model, sequence, self._device)
         self.config = optimizer if optimizer is not None else OptimizerConfig()
         self.steps = steps
-        self.step_count = 0
-        self.position = 0
+        self.step_count = self.position = 0
         self.skips = Skips(self.config.skip)
-        self._seed = seed
         if self._device.type == "cpu":
             keep_freed_memory()
         record = None
@@ -156,7 +155,7 @@ class Trainer:
             recorder = record.recorder
         self._listeners = Listeners(record, on_step, on_validation, on_save, on_decision)
         self._recorder = recorder if recorder is not None else NullRecorder()
-        self._names = [name for name, _ in model.named_parameters()]
+        names = [name for name, _ in model.named_parameters()]
         self._reader = Reader(model, loss, counted)
         self._loader = Loader(samples, seed=seed, batch_size=batch)
         self.parallel: Parallel = parallelize(
@@ -179,13 +178,11 @@ class Trainer:
             self.optimizer = serve_optimizer(self.parallel, self.optimizer, self.config, *given)
         axes, number = self.parallel.axes, of_all // batch
         self.workers = Workers(self.optimizer, number, steps, batch, axes=axes, seed=seed)
+        text = str(self.plan if servers is None else whole)
         self._saved = SavedTraining(
-            self.parallel,
-            self.optimizer,
-            plan=str(self.plan if servers is None else whole),
-            seed=seed,
-            coordinator=self.coordinator,
+            self.parallel, self.optimizer, plan=text, seed=seed, coordinator=self.coordinator
         )
+        self._saves = Saves(self._saved, self._listeners, self._recorder, self.coordinator)
         self._passes = Passes(
             self.parallel,
             self._loader,
@@ -207,21 +204,20 @@ class Trainer:
             synchronise_buffers,
         )
         microbatch = self.plan.microbatch
+        self._explainer = Explainer(self.parallel, self._loader, names, microbatch)
         self._evaluator = Evaluator(self.parallel, self._reader, self._recorder, seed, microbatch)
-        self._guide: Guide | None = None
-        if isinstance(self.optimizer, GuidedUpdates):
-            is_own = isinstance(model, Transformer) and self._reader.is_default_loss
-            tasks = {"accuracy": next_token_accuracy} if is_own else {}
-            self._guide = Guide(
-                self._stepping,
-                self.optimizer,
-                self.plan,
-                steps=steps,
-                batch=batch,
-                coordinator=self.coordinator,
-                evaluate=values_on(held_out, self._evaluator, self._loader, tasks),
-                decided=self._listeners.decided,
-            )
+        is_own = isinstance(model, Transformer) and self._reader.is_default_loss
+        tasks = {"accuracy": next_token_accuracy} if is_own else {}
+        self._guide = guide_of(
+            self.optimizer,
+            self._stepping,
+            self.plan,
+            steps=steps,
+            batch=batch,
+            coordinator=self.coordinator,
+            evaluate=values_on(held_out, self._evaluator, self._loader, tasks),
+            decided=self._listeners.decided,
+        )
         curvature = Curvature(self.parallel, self._loader, self._reader, microbatch)
         decided = self._listeners.decided
         self._stale_guard = stale_guard_of(self.optimizer, whole, self.config, curvature, batch, decided)
@@ -233,12 +229,6 @@ class Trainer:
     def coordinator(self) -> Coordinator:
         """All ranks, as checkpoints need them."""
         return ProcessGroupCoordinator() if dist.is_initialized() else SingleProcess()
-
-    @property
-    def _in_step(self) -> Coordinator:
-        """The ranks that make a step together: with local updates, those of one worker."""
-        axis = self.parallel.axes.in_step
-        return SingleProcess() if axis.size == 1 else ProcessGroupCoordinator(axis.group)
 
     def step(self, *, stop: bool = False) -> StepResult:
         """Make one optimizer step, or skip it if its loss or its gradient is not finite.
@@ -256,6 +246,7 @@ class Trainer:
             RunError: The directory of the Run holds a run, and no checkpoint of it was loaded.
         """
         self._listeners.begin_step()
+        self._saves.poll()
         began = time.perf_counter()
         with self._listeners.measured(self.parallel, self.optimizer, self.step_count + 1):
             made = self._stepping.make(self.step_count, self.position, stop=stop)
@@ -312,7 +303,7 @@ class Trainer:
         self._listeners.validated(self.step_count, values)
         return values
 
-    def save(self, directory: Path | None = None, extra: Mapping[str, Any] | None = None) -> Path:
+    def save(self, directory: Path | None = None, extra: Extra = None) -> Path:
         """Save a checkpoint of the state into a directory of checkpoints.
 
         Args:
@@ -323,9 +314,29 @@ class Trainer:
             CheckpointError: It could not be written; training can go on.
             ConfigError: There is neither a directory nor a Run.
         """
+        return self._saves.now(*self._to_save(directory, extra))
+
+    def save_in_background(
+        self, directory: Path | None = None, extra: Extra = None, *, keep: int = 0, told: Told = None
+    ) -> Begun:
+        """Begin to save a checkpoint like `save`, and return once the state is copied.
+
+        A later step, or `finish_saving`, calls `on_save` and `told` at its end, or warns of its failure.
+
+        Args:
+            directory, extra: As in `save`, with the same errors.
+            keep: Number of newest checkpoints in the directory that stay; 0 keeps all.
+            told: Called with the end of the save, in place of a warning if it failed.
+        """
+        return self._saves.begin(*self._to_save(directory, extra), keep, told)
+
+    def finish_saving(self) -> None:
+        """Wait until the save in the background has ended, if there is one."""
+        self._saves.finish()
+
+    def _to_save(self, directory: Path | None, extra: Extra) -> tuple[Path, int, dict[str, Any]]:
+        """Return the arguments of `Saves`, after the last step."""
         self.settle()
-        if directory is None:
-            directory = self._listeners.checkpoints
         state = {
             **(extra or {}),
             "step": self.step_count,
@@ -334,10 +345,7 @@ class Trainer:
         }
         if self._guide is not None:
             state["exchange"] = self._guide.kept()
-        with self._recorder.span(Kind.CHECKPOINT):
-            path = self._saved.save(directory, self.step_count, state)
-        self._listeners.saved(path)
-        return path
+        return self._listeners.checkpoints if directory is None else directory, self.step_count, state
 
     def require_savable(self) -> None:
         """Check, after a step, that the optimizer's state can be saved later.
@@ -361,6 +369,7 @@ class Trainer:
             CheckpointError: It does not fit the model or the optimizer.
         """
         self.settle()
+        self.finish_saving()
         state = self._saved.load(checkpoint)
         self.step_count, self.position = state["step"], state["position"]
         self.skips.total, self.skips.in_a_row = state["skipped"]
@@ -370,7 +379,8 @@ class Trainer:
         return state
 
     def close(self) -> None:
-        """End the processes that prepare data (another step restarts them), and close the Run's record."""
+        """Wait for the last save, end processes that prepare data (a step restarts them), close the Run."""
+        self._saves.close(sys.exc_info()[1])
         if self._unsettled is not None and self._unsettled.result.is_finite:
             self.settle()  # otherwise ranks would look for the reason together, and one may be gone
         self._passes.close()
@@ -384,15 +394,6 @@ class Trainer:
             if not self._defers:
                 self.optimizer.zero_grad()
         else:
-            reason = explain_not_finite(
-                step,
-                self.parallel,
-                self._loader,
-                self._names,
-                self.plan.microbatch,
-                self._in_step,
-                has_gradients=not self._defers,
-            )
-            result.explain(reason)
+            result.explain(self._explainer.reason(step, has_gradients=not self._defers))
         self.skips.note(result.step, result.skipped)
         self._listeners.stepped(result)

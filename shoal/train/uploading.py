@@ -9,6 +9,7 @@ from typing import final
 
 from shoal.checkpoint import Store
 from shoal.errors import CheckpointError
+from shoal.train.config import CheckpointConfig
 
 __all__ = ["Uploading"]
 
@@ -21,8 +22,7 @@ class Uploading:
     training goes on.
 
     Args:
-        url: The object store, such as s3://bucket/runs/one.
-        keep: Number of newest checkpoints that stay there.
+        config: The object store, and the number of newest checkpoints that stay there.
         say: Called with one line for each failure.
 
     Raises:
@@ -30,9 +30,9 @@ class Uploading:
         MissingExtraError: The package for this kind of store is not installed.
     """
 
-    def __init__(self, url: str, keep: int, say: Callable[[str], object]) -> None:
-        self._store = Store(url)
-        self._keep = keep
+    def __init__(self, config: CheckpointConfig, say: Callable[[str], object]) -> None:
+        self._store = Store(config.store)
+        self._keep = config.keep
         self._say = say
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="uploading")
         self._newest: Path | None = None

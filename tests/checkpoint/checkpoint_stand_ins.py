@@ -139,6 +139,10 @@ class StoppingFiles:
         self.place()
         REAL_FILES.rename(source, target)
 
+    def link(self, source: Path, target: Path) -> None:
+        self.place()
+        REAL_FILES.link(source, target)
+
     def remove_file(self, path: Path) -> None:
         self.place()
         REAL_FILES.remove_file(path)
@@ -187,6 +191,10 @@ class LosingPower(StoppingFiles):
         self.content = {moved(path, source, target) for path in self.content}
         # The directory's own entry is now that of the rename, which is undone or kept.
         self.entries = {moved(path, source, target) for path in self.entries if path != source}
+
+    def link(self, source: Path, target: Path) -> None:
+        super().link(source, target)
+        self.entries.add(target)
 
     def lose(self) -> None:
         for path in self.content:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing import Pipe
 from pathlib import Path
 
@@ -26,7 +27,7 @@ from checkpoint_stand_ins import (
     wholes,
 )
 
-from shoal.checkpoint import FileSystem, SingleProcess, checkpoints, latest, retain, save
+from shoal.checkpoint import FileSystem, Saver, SingleProcess, checkpoints, latest, retain, save
 
 OLD, NEW = tensors(1), tensors(2)
 Protocol = Callable[[Path, FileSystem], object]
@@ -44,6 +45,14 @@ def save_after_a_crash(directory: Path, files: FileSystem) -> None:
     (directory / "step-00000200.tmp").mkdir()
     (directory / "step-00000200.tmp" / "rank-00007.safetensors").write_bytes(b"half")
     save_next_step(directory, files)
+
+
+def save_with_links(directory: Path, files: FileSystem) -> None:
+    pieces = [replace(piece, is_constant=piece.name == "model/norm.weight") for piece in wholes(NEW)]
+    saver = Saver(files)
+    for step in (150, 200):
+        path = saver.save(directory, step, pieces, {"position": 2}, SingleProcess())
+    assert (path / "rank-00000-constant.safetensors").stat().st_nlink == 2
 
 
 def retain_the_newest(directory: Path, files: FileSystem) -> None:
@@ -126,7 +135,9 @@ def test_a_retention_that_dies_leaves_a_loadable_checkpoint(three_saved: Path, t
 
 
 @pytest.mark.parametrize("renames_last", [True, False], ids=["late-renames-kept", "late-renames-lost"])
-@pytest.mark.parametrize("protocol", [save_next_step, save_same_step], ids=["next-step", "same-step"])
+@pytest.mark.parametrize(
+    "protocol", [save_next_step, save_same_step, save_with_links], ids=["next-step", "same-step", "links"]
+)
 def test_a_save_survives_the_loss_of_all_that_was_not_synced(
     protocol: Protocol, renames_last: bool, one_saved: Path, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -129,6 +130,20 @@ def test_a_flip_of_any_byte_is_found(template: Path, file: str, position: int) -
         flip(path / file, position)
         with pytest.raises(CorruptCheckpointError, match=file):
             verify(path)
+
+
+@pytest.mark.long
+def test_each_of_500_flipped_bytes_is_found_and_its_file_named(directory: Path) -> None:
+    path, generator = directory / "step-00000500", random.Random(3)
+    sizes = {each: each.stat().st_size for each in sorted(path.iterdir())}
+    for _ in range(500):
+        file = generator.choice(list(sizes))
+        position = generator.randrange(sizes[file])
+        flip(file, position)
+        with pytest.raises(CorruptCheckpointError, match=file.name):
+            verify(path)
+        flip(file, position)
+    verify(path)
 
 
 def test_what_was_saved_verifies_on_any_number_of_ranks(directory: Path) -> None:

@@ -61,6 +61,8 @@ def test_every_key_setting_layer_and_example_is_on_a_page():
         "schedules compared",
         "shoal cluster export dgx-h100:64",
         "shoal cluster show examples/12_cluster.toml",
+        "shoal memory dp=8,tp=4,shard=zero1,precision=bf16,microbatch=1 --model llama3-8b --cluster dgx-h100 "
+        "--batch 64",
         "shoal plan --model 1b --cluster examples/13_parts.toml --batch 256 --top 3",
         "shoal plan --model llama3-8b --cluster dgx-h100:64 --batch 256 --top 3",
         "shoal scale --model 1b --cluster dgx-a100 --batch 256 --devices 8..256",

@@ -207,7 +207,7 @@ def test_of_a_gpu_a_margin_is_left(monkeypatch):
 
 def memory_with(free):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_memory, "_available", lambda: free * (1 + torch.distributed.get_rank()))
+        patch.setattr(device_memory, "available_memory", lambda: free * (1 + torch.distributed.get_rank()))
         return device_memory.memory_of_a_rank(nn.Linear(4, 4, device="meta"), torch.device("cpu"))
 
 

@@ -1,7 +1,7 @@
 """Long runs: failures, goodput and days. Also the bands of predictions, and a Cluster corrected by runs."""
 
 from shoal.cost.outlook.band import Band, band_between, band_of
-from shoal.cost.outlook.goodput import goodput
+from shoal.cost.outlook.goodput import best_interval, goodput
 from shoal.cost.outlook.long_run import RESTART, STORAGE, LongRun, long_run
 from shoal.cost.outlook.observation import Observation
 
@@ -13,6 +13,7 @@ __all__ = [
     "Observation",
     "band_between",
     "band_of",
+    "best_interval",
     "goodput",
     "long_run",
 ]

@@ -1,0 +1,84 @@
+"""Copies of pieces in host memory, so that training can go on while they are written."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import final
+
+import torch
+
+from shoal.checkpoint.piece import Piece
+
+__all__ = ["Staging"]
+
+_ALIGNMENT = 64  # bytes
+
+
+@final
+class Staging:
+    """Host memory for one copy of a rank's pieces, kept and used again by the next copy.
+
+    It is one block of memory in large pages, which the system gives quickly. It is pinned if a piece is on a
+    GPU, so that copies from there run at the rate of the link.
+    """
+
+    def __init__(self) -> None:
+        self._memory: torch.Tensor | None = None
+        self._is_pinned = False
+
+    def missing(self, pieces: Iterable[Piece]) -> int:
+        """Return the bytes of new memory that a copy of `pieces` needs."""
+        held = 0 if self._memory is None else self._memory.nbytes
+        return max(0, _size(pieces) - held)
+
+    def reserve(self, pieces: Sequence[Piece]) -> None:
+        """Make room for a copy of `pieces`.
+
+        Raises:
+            MemoryError: The system has not enough memory.
+        """
+        if self._memory is None or self.missing(pieces):
+            self.release()
+            size = max(_ALIGNMENT, _size(pieces))
+            try:
+                block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            except OSError as error:
+                raise MemoryError(f"{size} bytes: {error.strerror}") from error
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                block.madvise(mmap.MADV_HUGEPAGE)
+            self._memory = torch.frombuffer(block, dtype=torch.uint8)
+        if not self._is_pinned and any(piece.tensor.is_cuda for piece in pieces):
+            # Without pinned memory, where the system refuses it, copies are slower and right.
+            code = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.nbytes, 0)
+            self._is_pinned = int(code) == 0
+
+    def release(self) -> None:
+        """Give the memory back; no copy is in use any more."""
+        if self._is_pinned and self._memory is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+        self._memory, self._is_pinned = None, False
+
+    @torch.no_grad()
+    def copy(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Return copies of `pieces` in the memory that was reserved for them, once they are there."""
+        assert self._memory is not None, "memory was reserved"
+        copies = []
+        offset = 0
+        for piece in pieces:
+            held = self._memory[offset : offset + piece.tensor.nbytes].view(piece.tensor.dtype)
+            held.copy_(piece.tensor.detach().view(-1), non_blocking=True)
+            copies.append(replace(piece, tensor=held))
+            offset += _padded(piece)
+        for device in {piece.tensor.device for piece in pieces if piece.tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+        return copies
+
+
+def _size(pieces: Iterable[Piece]) -> int:
+    return sum(map(_padded, pieces))
+
+
+def _padded(piece: Piece) -> int:
+    return -(-piece.tensor.nbytes // _ALIGNMENT) * _ALIGNMENT

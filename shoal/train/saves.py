@@ -1,0 +1,203 @@
+"""The checkpoints of a Trainer: saved while training waits, or beside it.
+
+Beside the training, a step waits for two things: for the save before, if that still goes on, and for a copy
+of the state in host memory. A thread writes the copy. There is never more than one copy. If a host has no
+memory for it, training waits until the checkpoint is written.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from shoal.checkpoint import (
+    Background,
+    Coordinator,
+    Ended,
+    Piece,
+    Saver,
+    Staging,
+    coordinator_beside,
+    retain,
+)
+from shoal.errors import CommunicationError
+from shoal.parallel.device_memory import available_memory
+from shoal.record import Recorder
+from shoal.timeline import Kind
+from shoal.train.listeners import Listeners
+from shoal.train.saved import SavedTraining
+from shoal.units import format_bytes
+
+__all__ = ["Begun", "Extra", "Saves", "Told"]
+
+Extra = Mapping[str, Any] | None
+"""A JSON object to keep with a checkpoint, if there is one."""
+
+Told = Callable[[Ended], object] | None
+"""A function that is called with the end of a save, if there is one."""
+
+_LOOK = 0.02  # seconds between two looks whether a save has ended on all ranks
+_LEFT = 0.1  # share of a host's free memory that copies leave
+_OTHERS, _LOST = 60.0, 3.0  # seconds to wait for other ranks' parts at the end, and after one was lost
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A save that was begun.
+
+    Attributes:
+        waited: Seconds for which training waited for the save before.
+        stalled: Seconds for which training waited in all.
+        in_step: Why it was written while training waited, and is complete; "" if it goes on beside it.
+    """
+
+    waited: float
+    stalled: float
+    in_step: str = ""
+
+
+@final
+class Saves:
+    """Save the checkpoints of a Trainer; all ranks call each method together, `poll` and `close` excepted.
+
+    Args:
+        saved: Gives what is to be saved.
+        listeners: Told of each checkpoint.
+        recorder: Recorder of the time for which training waits.
+        coordinator: All ranks.
+    """
+
+    def __init__(
+        self, saved: SavedTraining, listeners: Listeners, recorder: Recorder, coordinator: Coordinator
+    ) -> None:
+        self._saved = saved
+        self._listeners = listeners
+        self._recorder = recorder
+        self._coordinator = coordinator
+        self._saver = Saver()
+        self._staging = Staging()
+        self._background: Background | None = None
+        self._told: Told = None
+        self._is_unfinished = False  # equal on all ranks, other than whether the thread has ended
+
+    def now(self, directory: Path, step: int, state: Mapping[str, Any]) -> Path:
+        """Save a checkpoint while training waits; see `SavedTraining.to_save`.
+
+        Raises:
+            CheckpointError: It could not be written; training can go on.
+        """
+        self.finish()
+        with self._recorder.span(Kind.CHECKPOINT):
+            pieces, kept = self._saved.to_save(directory, step, state)
+            path = self._saver.save(directory, step, pieces, kept, self._coordinator)
+        self._listeners.saved(path)
+        return path
+
+    def begin(
+        self,
+        directory: Path,
+        step: int,
+        state: Mapping[str, Any],
+        keep: int = 0,
+        told: Told = None,
+    ) -> Begun:
+        """Begin to save a checkpoint beside the training.
+
+        Args:
+            directory: Directory of checkpoints.
+            step: Optimizer steps made.
+            state: A JSON object to keep with the checkpoint.
+            keep: Number of newest checkpoints that stay; 0 keeps all.
+            told: Called with the end of the save, by a later call of this object; without it, a failure is a
+                warning.
+
+        Raises:
+            CheckpointError: The state cannot be saved, or could not be written while training waited.
+        """
+        began = time.perf_counter()
+        with self._recorder.span(Kind.CHECKPOINT):
+            self.finish()
+            waited = time.perf_counter() - began
+            pieces, kept = self._saved.to_save(directory, step, state)
+            if reason := self._reserve(pieces):
+                path = self._saver.save(directory, step, pieces, kept, self._coordinator)
+                if keep:
+                    retain(directory, keep, self._coordinator, warnings.warn, sound=path)
+            else:
+                copies = self._staging.copy(pieces)
+        if reason:
+            self._listeners.saved(path)
+            return Begun(waited, time.perf_counter() - began, reason)
+        if self._background is None:
+            self._background = Background(self._saver, coordinator_beside())
+        self._told, self._is_unfinished = told, True
+        self._background.begin(directory, step, copies, kept, keep)
+        return Begun(waited, time.perf_counter() - began)
+
+    def finish(self) -> None:
+        """Wait until the save beside the training has ended on all ranks, if there is one.
+
+        Raises:
+            CommunicationError: Another rank is gone.
+        """
+        if self._background is not None and self._is_unfinished:
+            # Ranks ask each other meanwhile, so that they learn of one that is lost.
+            while any(self._coordinator.all_gather_object(self._background.is_busy)):
+                self._background.wait(_LOOK)
+            self._is_unfinished = False
+        self.poll()
+
+    def poll(self) -> None:
+        """Tell of a save that has ended since the last call."""
+        ended = None if self._background is None else self._background.take()
+        if ended is None:
+            return
+        if ended.path is not None:
+            self._listeners.saved(ended.path)
+        if self._told is not None:
+            self._told(ended)
+        elif ended.error is not None and self._coordinator.rank == 0:
+            warnings.warn(str(ended.error), stacklevel=3)
+
+    def close(self, reason: BaseException | None) -> None:
+        """Wait until the save beside the training has ended on this rank; others may be gone.
+
+        Args:
+            reason: The error that ends the training; None at its regular end.
+        """
+        if self._background is not None:
+            self._background.give_up_after(_LOST if isinstance(reason, CommunicationError) else _OTHERS)
+            self._background.wait()
+            self.poll()
+
+    def _reserve(self, pieces: Sequence[Piece]) -> str:
+        """Reserve memory for a copy of the pieces on all ranks; return why there is none, or ""."""
+        missing = self._staging.missing(pieces)
+        told = self._coordinator.all_gather_object((platform.node(), missing, available_memory()))
+        if not any(missing for _, missing, _ in told):
+            return ""
+        wanted: Counter[str] = Counter()
+        for host, missing, _ in told:
+            wanted[host] += missing
+        reasons = [
+            f"a copy of the state takes {format_bytes(wanted[host])} on {host}, which has "
+            f"{format_bytes(free)} of free memory"
+            for host, _, free in told
+            if free is not None and wanted[host] > (1 - _LEFT) * free
+        ]
+        reason = ""
+        if not reasons:
+            try:
+                self._staging.reserve(pieces)
+            except MemoryError as error:
+                reason = f"rank {self._coordinator.rank} has no memory for a copy of the state: {error}"
+            reasons = [each for each in self._coordinator.all_gather_object(reason) if each]
+        if reasons:
+            self._staging.release()
+        return reasons[0] if reasons else ""

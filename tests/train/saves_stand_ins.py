@@ -1,0 +1,89 @@
+"""Runs whose disk fails or is slow, and Trainers that save beside their steps; for the ranks of tests."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from io import FileIO
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from run_stand_ins import Ended, shoal, shoal_as_rank
+from torch import nn
+
+from shoal.checkpoint import RealFiles
+from shoal.train import OptimizerConfig, Trainer, saves
+
+WRITE = RealFiles.write
+
+
+def shoal_with(
+    trouble: str, arguments: list[str], folder: Path, port: int | None = None, rank: int = 0
+) -> Ended:
+    """Runs the program, with trouble on one rank."""
+    own = dist.get_rank() if dist.is_initialized() else 0
+    with TROUBLES[trouble]() if own == rank else contextlib.nullcontext():
+        return shoal(arguments, folder) if port is None else shoal_as_rank(arguments, folder, port)
+
+
+def failing_disk() -> contextlib.AbstractContextManager[object]:
+    """Shards of step 4 cannot be written."""
+
+    def write(self: RealFiles, file: FileIO, data: memoryview) -> None:
+        if "step-00000004.tmp/rank" in str(file.name):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        WRITE(self, file, data)
+
+    return patch.object(RealFiles, "write", write)
+
+
+def slow_disk() -> contextlib.AbstractContextManager[object]:
+    return patch.object(RealFiles, "sync", lambda self, file: time.sleep(0.15))
+
+
+def little_memory() -> contextlib.AbstractContextManager[object]:
+    return patch.object(saves, "available_memory", lambda: 10_000)
+
+
+TROUBLES = {"failing disk": failing_disk, "slow disk": slow_disk, "little memory": little_memory}
+
+
+def frozen_trainer(folder: Path) -> Trainer:
+    """A large layer that is not trained, and a small one that is."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 400), nn.Linear(400, 6))
+    model[0].requires_grad_(False)
+    x = torch.randn(32, 6, generator=torch.Generator().manual_seed(1))
+    data = torch.utils.data.TensorDataset(x, x.sort().values)
+    return Trainer(
+        model, data, "dp=1", batch=8, steps=8, loss=F.mse_loss, optimizer=OptimizerConfig(), run=folder
+    )
+
+
+def save_beside_steps(folder: Path) -> tuple[list[str], list[float]]:
+    """Saves after two steps, trains on, and loads: the state is that of the copy."""
+    trainer = frozen_trainer(folder)
+    saved = trainer._listeners.record
+    assert saved is not None
+    told: list[str] = []
+    for _ in range(2):
+        trainer.step()
+    before = trainer.parallel.module[1].weight.detach().clone()
+    begun = trainer.save_in_background(told=lambda ended: told.append(f"{ended.path} {ended.error}"))
+    assert begun.in_step == ""
+    for _ in range(3):
+        trainer.step()
+    trainer.finish_saving()
+    path = trainer.save()
+    assert len(told) == 1
+    trainer.load(Path(told[0].split()[0]))
+    assert trainer.step_count == 2
+    assert torch.equal(trainer.parallel.module[1].weight, before)
+    trainer.close()
+    constant = [each / "rank-00000-constant.safetensors" for each in (Path(told[0].split()[0]), path)]
+    return [path.name, *told], [each.stat().st_ino for each in constant]

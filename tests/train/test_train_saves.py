@@ -1,0 +1,123 @@
+"""Checkpoints beside the training: equal to those that training waits for, and loud where they fail."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from run_stand_ins import free_port, train
+from saves_stand_ins import save_beside_steps, shoal_with
+
+from shoal.checkpoint import SingleProcess, checkpoints, read_manifest, step_of, verify
+from shoal.errors import ConfigError
+from shoal.train import CheckpointConfig, load_config
+from shoal.train.saves import Begun
+from shoal.train.saving import Saving
+
+
+def settings(**values: object) -> list[str]:
+    return [word for key, value in values.items() for word in ("--set", f"{key.replace('__', '.')}={value}")]
+
+
+def saved(folder: Any) -> list[int]:
+    return [step_of(path) for path in checkpoints(folder / "checkpoints")]
+
+
+@pytest.mark.parametrize("plan", ["shard=zero1", "exchange=local,every=2,fragments=1"])
+def test_what_is_saved_beside_the_training_has_the_bytes_of_what_it_waits_for(
+    ranks, tiny_run, tmp_path, plan
+):
+    for run, background in (("behind", "true"), ("waits", "false")):
+        words = settings(steps=7, checkpoint__every=2, checkpoint__keep=9, checkpoint__background=background)
+        train(ranks, [*tiny_run, "--run", run, "--plan", plan, *words], tmp_path, on=2)
+    assert saved(tmp_path / "behind") == saved(tmp_path / "waits") == [7, 6, 4, 2]
+    for ours, theirs in zip(
+        *(checkpoints(tmp_path / run / "checkpoints") for run in ("behind", "waits")), strict=True
+    ):
+        verify(ours)
+        assert read_manifest(ours).files == read_manifest(theirs).files
+        assert read_manifest(ours).state == read_manifest(theirs).state
+
+
+def test_a_disk_that_fails_behind_the_training_is_told_and_counted_and_training_goes_on(
+    ranks, tiny_run, tmp_path
+):
+    words = ["train", *tiny_run, "--run", "run", *settings(steps=8, checkpoint__every=2, checkpoint__keep=9)]
+    ended = ranks.run(shoal_with, 2, "failing disk", words, tmp_path, free_port(), 1)
+    _, out, err = ended[0]
+    assert [each[0] for each in ended] == [0, 0], err
+    told = [line for line in err.splitlines() if "was not saved" in line]
+    assert len(told) == 1
+    assert told[0].startswith("warning: step 4 was not saved, training goes on: cannot save step 4 in ")
+    assert told[0].endswith(": rank 1: Input/output error")
+    assert "; 1 failed" in next(line for line in out.splitlines() if line.startswith("saves "))
+    assert saved(tmp_path / "run") == [8, 6, 2]
+    assert not list((tmp_path / "run" / "checkpoints").glob("*.tmp"))
+    train(ranks, [*tiny_run, "--resume", "run", *settings(steps=9)], tmp_path)
+
+
+def test_a_save_that_is_due_waits_for_the_one_before_and_the_last_is_complete(ranks, tiny_run, tmp_path):
+    words = ["train", *tiny_run, "--run", "run", *settings(steps=4, checkpoint__every=1)]
+    code, _, err = ranks.run(shoal_with, 1, "slow disk", [*words, "--nproc", "1"], tmp_path)[0]
+    assert code == 0, err
+    told = [line for line in err.splitlines() if "for the save before to end" in line]
+    assert [line.split(":")[0] for line in told] == ["step 2", "step 3", "step 4"]
+    assert saved(tmp_path / "run") == [4, 3]
+
+
+def test_without_memory_for_a_copy_training_waits_for_the_save_and_says_so(ranks, tiny_run, tmp_path):
+    words = ["train", *tiny_run, "--run", "run", *settings(steps=4, checkpoint__every=2)]
+    ended = ranks.run(shoal_with, 2, "little memory", words, tmp_path, free_port(), 1)
+    assert [each[0] for each in ended] == [0, 0], ended[0][2]
+    told = [line for line in ended[0][2].splitlines() if "of free memory" in line]
+    assert len(told) == 1
+    assert told[0].startswith("step 2: training waited ")
+    assert "a copy of the state takes" in told[0]
+    assert told[0].endswith("which has 9.766KiB of free memory")
+    assert saved(tmp_path / "run") == [4, 2]
+
+
+def test_a_trainer_saves_the_state_of_the_copy_and_links_what_is_not_trained(ranks, tmp_path):
+    [(told, places)] = ranks.run(save_beside_steps, 1, tmp_path / "run")
+    name, behind = told
+    assert name == "step-00000005"
+    assert behind.endswith("step-00000002 None")
+    assert places[0] == places[1]
+
+
+class Told:
+    """A Trainer that only counts steps and saves, of which each stops it for half a second."""
+
+    def __init__(self) -> None:
+        self.step_count = 0
+        self.saved: list[int] = []
+
+    def save_in_background(self, *_: Any, told: Any, **__: Any) -> Begun:
+        self.saved.append(self.step_count)
+        told(SimpleNamespace(seconds=3.0, warnings=[], error=None))
+        return Begun(waited=0.0, stalled=0.5)
+
+
+@pytest.mark.parametrize(("mtbf", "seconds"), [(1.0, math.sqrt(2 * 0.5 * 3600)), (0.001, 3.0)])
+def test_the_interval_follows_the_time_to_save_and_the_mean_time_between_failures(mtbf, seconds, tmp_path):
+    trainer, said = Told(), []
+    config = CheckpointConfig(every="auto", mtbf=mtbf)
+    saving = Saving(trainer, config, tmp_path, {}, SingleProcess(), said.append)
+    saving.begin()
+    for _ in range(400):
+        trainer.step_count += 1
+        saving.stepped(0.1)
+        saving.save_if_due(trainer.step_count - 1)
+    every = round(seconds / 0.1)  # never sooner than a save takes
+    assert trainer.saved == list(range(10, 401, every))
+    assert len(said) == 1
+    assert said[0].startswith(f"a checkpoint every {every} steps of 100 ms: training waits 500 ms for one")
+
+
+def test_every_is_a_number_or_auto():
+    assert load_config(settings=["checkpoint.every=auto"]).checkpoint.every == "auto"
+    for wrong in ("-1", "often"):
+        with pytest.raises(ConfigError, match=r"checkpoint\.every cannot be"):
+            load_config(settings=[f"checkpoint.every={wrong}"])
