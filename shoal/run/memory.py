@@ -25,8 +25,8 @@ class UnitMemory:
         weights: Bytes of the weights that compute, or of the shards that they are gathered from.
         gradients: Bytes of gradients at the rank's peak.
         optimizer: Bytes of the optimizer's state, and of its copy of the weights if it has one.
-        activations: Bytes that the forward of a micro-batch leaves for backward, with what it gathered; the
-            most of all micro-batches.
+        activations: Bytes that the forward of a micro-batch leaves for backward, without gathered weights;
+            the most of all micro-batches.
     """
 
     name: str

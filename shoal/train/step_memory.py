@@ -42,7 +42,7 @@ class StepMemory:
         self._unit_of = _units(parallel.module)
         # Listed now: within a step, zero3 takes the listing of parameters for their use.
         self._having_gradients = list(self._parameters())
-        self._buffers = self._gradient_buffers()
+        self._buffers, self._gathered = self._kept_by_sharding()
         self._gradients = spanned(self._buffers)
         self._activations: Counter[str] = Counter()
         self._in: list[str] = []  # the units whose forwards run, outermost first
@@ -144,10 +144,10 @@ class StepMemory:
                 found[self._unit(name)] += local_part(parameter).nbytes
         return found
 
-    def _gradient_buffers(self) -> list[torch.Tensor]:
-        """Return the tensors in which sharding keeps gradients from step to step.
+    def _kept_by_sharding(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return the tensors in which gradients stay from step to step, and those for gathered weights.
 
-        Weights that are gathered have no memory now.
+        The latter have no memory between two steps.
         """
         others = {
             _place(each) for each in (*self._parallel.module.parameters(), *self._parallel.module.buffers())
@@ -156,7 +156,8 @@ class StepMemory:
         others |= {_place(each.parameter) for each in self._parallel.owned}
         others |= {_place(each.local) for each in self._parallel.frozen}
         reached = [each for each in _reached(self._parallel.strategies) if _place(each) not in others]
-        return [each for each in reached if _place(each)[1] > 0]
+        gathered = [each for each in reached if _place(each)[1] == 0]
+        return [each for each in reached if _place(each)[1] > 0], gathered
 
     def _gradient_bytes(self) -> Counter[str]:
         """Return the bytes of gradients at the peak; each unit's share is that of its trained parameters."""
@@ -191,11 +192,11 @@ class StepMemory:
 
         def enter(module: nn.Module, arguments: Any) -> None:
             self._in.append(name)
-            before.append(self._reading())
+            before.append(self._reading() - spanned(self._gathered))
 
         def leave(module: nn.Module, arguments: Any, output: Any) -> None:
             self._in.pop()
-            left = self._reading() - before.pop()
+            left = self._reading() - spanned(self._gathered) - before.pop()
             if not _is_in_backward():  # there, recompute makes the forward again
                 self._activations[name] = max(self._activations[name], left)
 
