@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from shoal.cli.table import table_of
-from shoal.timeline import Breakdown, CollectiveFigures, Parts
+from shoal.timeline import Breakdown, CollectiveFigures, NamedCollective, Parts
 from shoal.units import format_bytes, format_seconds
 
-__all__ = ["breakdown_summary", "collectives_text", "launch_text", "parts_text", "ranks_text", "words"]
+__all__ = [
+    "breakdown_summary",
+    "collectives_text",
+    "launch_text",
+    "named_collectives_summary",
+    "named_collectives_text",
+    "parts_text",
+    "ranks_text",
+    "words",
+]
 
 _LARGE_LAUNCH = 0.1
 """Share of a step from which on the report says what to do about launch."""
@@ -98,6 +107,39 @@ def collectives_text(collectives: Mapping[str, Any]) -> str:
         for operation, each in collectives.items()
     ]
     return table_of(["collectives a step and rank", "count", "bytes", "seconds", "exposed", "algbw"], rows)
+
+
+def named_collectives_summary(collectives: Sequence[NamedCollective]) -> list[dict[str, Any]]:
+    """Return an object for JSON for each collective of a step by its whole name."""
+    return [
+        {
+            "name": each.name,
+            "purpose": each.purpose,
+            "algorithms": list(each.algorithms),
+            "ranks": each.ranks,
+            **_collective(each.figures),
+        }
+        for each in collectives
+    ]
+
+
+def named_collectives_text(collectives: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table with a row for each: seconds once all ranks are there, and how much of them is exposed."""
+    rows = [
+        [
+            each["name"],
+            f"{each['count']:.4g}",
+            format_bytes(round(each["bytes"])),
+            "+".join(each["algorithms"]) or "-",
+            f"{each['transfer_seconds']:.6f}",
+            f"{max(0.0, each['transfer_seconds'] - each['exposed_seconds']):.6f}",
+            f"{each['exposed_seconds']:.6f}",
+        ]
+        for each in collectives
+    ]
+    return table_of(
+        ["each collective of a step", "count", "bytes", "algorithm", "seconds", "overlapped", "exposed"], rows
+    )
 
 
 def words(name: str) -> str:

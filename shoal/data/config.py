@@ -22,16 +22,25 @@ class DataConfig(BaseModel):
     """"bytes", the path of a Hugging Face tokenizer.json, or "ids:N" for ids below N made elsewhere."""
 
     field: str = "text"
-    """The field of each .jsonl line, or the column of each .parquet file, that holds the text."""
+    """The field of each .jsonl line, or the column of each .csv, .tsv and .parquet file, that holds the text.
+    """
+
+    label: str = ""
+    """The field or column that holds the label. With it the task is sequence classification: each row is one
+    sample, and the model predicts its class.
+    """
 
     dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
     """The type of the ids in .bin files, which do not say it themselves; little-endian."""
 
-    suffixes: tuple[str, ...] = (".txt", ".md", ".py", ".jsonl", ".parquet")
+    suffixes: tuple[str, ...] = (".txt", ".md", ".py", ".jsonl", ".csv", ".tsv", ".parquet")
     """Which files of a folder are read; a file that is named itself is read whatever its suffix."""
 
     validation_fraction: float = Field(default=0.05, gt=0, lt=1)
     """The share of the documents (of the ids, in .npy and .bin files) that is kept for validation."""
+
+    validation: str = ""
+    """A file or folder that is for validation only; then all of `source` is trained on."""
 
     cache: Path | None = None
     """Where tokens are kept: by default $SHOAL_CACHE, else $XDG_CACHE_HOME/shoal, else ~/.cache/shoal."""

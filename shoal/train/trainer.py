@@ -29,7 +29,7 @@ from shoal.train.config import OptimizerConfig
 from shoal.train.curvature import Curvature
 from shoal.train.evaluate import Evaluation, Evaluator
 from shoal.train.guide import Guide
-from shoal.train.held_out import HeldOut, next_token_accuracy, values_on
+from shoal.train.held_out import HeldOut, accuracy, values_on
 from shoal.train.learning_rate import RateCourse, Schedule
 from shoal.train.listeners import Listeners
 from shoal.train.micro_batch import Counted, Loss, Reader
@@ -211,7 +211,7 @@ class Trainer:
         self._guide: Guide | None = None
         if isinstance(self.optimizer, GuidedUpdates):
             is_own = isinstance(model, Transformer) and self._reader.is_default_loss
-            tasks = {"accuracy": next_token_accuracy} if is_own else {}
+            tasks = {"accuracy": accuracy} if is_own else {}
             self._guide = Guide(
                 self._stepping,
                 self.optimizer,
