@@ -2,14 +2,13 @@
 
     python examples/sst2/lab.py --data SST-2 --model distilbert-base-uncased
 
-Without --data (a folder with train and dev, as .tsv or .parquet) and --model (a Hugging Face folder) small ones
-are made from text on this machine. `--set KEY=VALUE` changes the configuration, as in `shoal train`.
+Without --data (a folder with train and dev, as .tsv or .parquet) and --model (a Hugging Face folder) small
+ones are made from text on this machine. `--set KEY=VALUE` changes the configuration, as in `shoal train`.
 """
 
 import argparse
-import contextlib
-import io
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -36,12 +35,17 @@ def main() -> None:
         run("report", arguments.out / name, "--collectives")
 
     cost = measure_all_reduce()
-    print(f"\nall_reduce alone: alpha {cost.alpha * 1e6:.0f} us a call, beta {cost.beta * 1e9:.3f} ns a byte")
-    print(f"{'bucket':>8}{'buckets':>9}{'MB':>8}{'predicted ms':>14}{'measured ms':>13}{'exposed ms':>12}")
+    rows = []
     for size in BUCKETS:
         folder = arguments.out / f"bucket-{size}"
         train(folder, f"dp=2,bucket={size}", [*settings, f"steps={BUCKET_STEPS}", "optimizer.warmup=1"])
-        print(row(size, gradients_of(Timeline.read(Run.open(folder).timeline)), cost))
+        rows.append(row(size, gradients_of(Timeline.read(Run.open(folder).timeline)), cost))
+    alpha, beta = f"{cost.alpha * 1e6:.0f} us a call", f"{cost.beta * 1e9:.3f} ns a byte"
+    print(
+        f"\nGradients of a step, in milliseconds. Predicted: alpha {alpha}, beta {beta}, of all_reduce alone."
+    )
+    print(f"{'bucket':>8}{'buckets':>9}{'MB':>7}{'predicted':>11}{'measured':>10}{'exposed':>9}")
+    print("\n".join(rows))
 
 
 def parse() -> argparse.Namespace:
@@ -114,10 +118,9 @@ def run(*words: object) -> None:
 def measure_all_reduce() -> AlphaBeta:
     """Return the seconds of a call and of a byte of all-reduce between two ranks that do nothing else."""
     backend = "nccl" if torch.cuda.device_count() > 1 else "shoal"
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        shoal(["bench", "--backend", backend, "--sizes", "16KiB:16MiB:x4", "--json"])
-    rows = json.loads(printed.getvalue())["rows"]
+    command = ["-m", "shoal", "bench", "--backend", backend, "--sizes", "16KiB:16MiB:x4", "--json"]
+    printed = subprocess.run([sys.executable, *command], check=True, capture_output=True, text=True).stdout
+    rows = json.loads(printed)["rows"]
     sizes, seconds = [each["bytes"] for each in rows], [each["median"] for each in rows]
     return fit_alpha_beta([1] * len(rows), sizes, seconds, known=[0] * len(rows))
 
@@ -133,13 +136,13 @@ def gradients_of(timeline: Timeline) -> list[NamedCollective]:
 
 def row(size: str, buckets: list[NamedCollective], cost: AlphaBeta) -> str:
     """Return the line of a bucket size: milliseconds of a step, predicted and measured."""
-    nbytes = sum(each.figures.bytes for each in buckets)
-    predicted = cost.alpha * sum(each.figures.count for each in buckets) + cost.beta * nbytes
-    measured = sum(each.figures.transfer_seconds for each in buckets)
-    exposed = sum(each.figures.exposed_seconds for each in buckets)
+    nbytes = sum(each.bytes for each in buckets)
+    predicted = cost.alpha * sum(each.count for each in buckets) + cost.beta * nbytes
+    measured = sum(each.seconds for each in buckets)
+    exposed = sum(each.exposed_seconds for each in buckets)
     return (
-        f"{size:>8}{len(buckets):>9}{nbytes / 1e6:>8.2f}{predicted * 1e3:>14.2f}{measured * 1e3:>13.2f}"
-        f"{exposed * 1e3:>12.2f}"
+        f"{size:>8}{len(buckets):>9}{nbytes / 1e6:>7.2f}"
+        f"{predicted * 1e3:>11.2f}{measured * 1e3:>10.2f}{exposed * 1e3:>9.2f}"
     )
 
 

@@ -1,7 +1,7 @@
 """What stands in for SST-2 and DistilBERT where these are not at hand: made from Python's standard library.
 
-The task: is a line prose or code? The text of a comment, without its mark, has the label 1, and a line of code
-the label 0. Training and validation have no file and no line in common.
+The task: is a line prose or code? The text of a comment, without its mark, has the label 1, and a line of
+code the label 0. Training and validation have no file and no line in common.
 """
 
 import io
@@ -41,9 +41,11 @@ def make_data(folder: Path) -> None:
     for name, chosen in (("dev", files[::6]), ("train", [file for i, file in enumerate(files) if i % 6])):
         rows = {text: label for file in chosen for text, label in lines_of(file) if text not in seen}
         seen |= rows.keys()
-        every = max(1, len(rows) // TEXTS[name])
-        kept = list(rows.items())[::every][: TEXTS[name]]
-        lines = ["sentence\tlabel", *(f"{text}\t{label}" for text, label in kept)]
+        lines = ["sentence\tlabel"]
+        for kind in (0, 1):
+            texts = [text for text, label in rows.items() if label == kind]
+            step = max(1, 2 * len(texts) // TEXTS[name])
+            lines += [f"{text}\t{kind}" for text in texts[::step][: TEXTS[name] // 2]]
         (folder / f"{name}.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

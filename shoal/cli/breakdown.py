@@ -7,14 +7,13 @@ from dataclasses import asdict
 from typing import Any
 
 from shoal.cli.table import table_of
-from shoal.timeline import Breakdown, CollectiveFigures, NamedCollective, Parts
+from shoal.timeline import Breakdown, CollectiveFigures, Parts
 from shoal.units import format_bytes, format_seconds
 
 __all__ = [
     "breakdown_summary",
     "collectives_text",
     "launch_text",
-    "named_collectives_summary",
     "named_collectives_text",
     "parts_text",
     "ranks_text",
@@ -109,37 +108,22 @@ def collectives_text(collectives: Mapping[str, Any]) -> str:
     return table_of(["collectives a step and rank", "count", "bytes", "seconds", "exposed", "algbw"], rows)
 
 
-def named_collectives_summary(collectives: Sequence[NamedCollective]) -> list[dict[str, Any]]:
-    """Return an object for JSON for each collective of a step by its whole name."""
-    return [
-        {
-            "name": each.name,
-            "purpose": each.purpose,
-            "algorithms": list(each.algorithms),
-            "ranks": each.ranks,
-            **_collective(each.figures),
-        }
-        for each in collectives
-    ]
-
-
 def named_collectives_text(collectives: Sequence[Mapping[str, Any]]) -> str:
-    """Return a table with a row for each: seconds once all ranks are there, and how much of them is exposed."""
+    """Return a table with a row for each collective of a step."""
     rows = [
         [
             each["name"],
             f"{each['count']:.4g}",
             format_bytes(round(each["bytes"])),
             "+".join(each["algorithms"]) or "-",
-            f"{each['transfer_seconds']:.6f}",
-            f"{max(0.0, each['transfer_seconds'] - each['exposed_seconds']):.6f}",
+            f"{each['seconds']:.6f}",
+            f"{each['seconds'] - each['exposed_seconds']:.6f}",
             f"{each['exposed_seconds']:.6f}",
         ]
         for each in collectives
     ]
-    return table_of(
-        ["each collective of a step", "count", "bytes", "algorithm", "seconds", "overlapped", "exposed"], rows
-    )
+    names = ["each collective of a step", "count", "bytes", "algorithm", "seconds", "overlapped", "exposed"]
+    return table_of(names, rows)
 
 
 def words(name: str) -> str:

@@ -15,7 +15,6 @@ from shoal.cli.breakdown import (
     breakdown_summary,
     collectives_text,
     launch_text,
-    named_collectives_summary,
     named_collectives_text,
     parts_text,
     ranks_text,
@@ -86,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     if breakdown is not None:
         summary |= _predicted(opened, args.cluster, timeline)
         if args.collectives:
-            summary["each_collective"] = named_collectives_summary(named_collectives(timeline))
+            summary["each_collective"] = [asdict(each) for each in named_collectives(timeline)]
     if args.trace is not None:
         _write_trace(opened, timeline, args.rank, args.trace)
     print(json.dumps(summary, indent=2) if args.json else _text(summary))

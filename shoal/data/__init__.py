@@ -2,9 +2,10 @@
 
 A Tokenizer turns text into ids. `prepare` turns the sources of a DataConfig (files, folders, the standard
 library) into a Corpus: one memory-mapped stream of ids, cut into train and validation. A sample is a
-fixed-length window of a split, or one labelled text. A Loader deals samples out: one global order, a function of seed and
-epoch only, whose whole state is the global position, so that a run continues on any number of ranks.
-A Feed makes the next micro-batches ahead where that changes nothing. `train/` and users' own loops call this.
+fixed-length window of a split, or one labelled text. A Loader deals samples out: one global order, a
+function of seed and epoch only, whose whole state is the global position, so that a run continues on any
+number of ranks. A Feed makes the next micro-batches ahead where that changes nothing. `train/` and users'
+own loops call this.
 """
 
 from shoal.data.config import DataConfig

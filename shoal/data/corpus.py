@@ -95,7 +95,7 @@ class Corpus:
         return length - max(sequence + 1, round(self.validation_fraction * length))
 
     def _labelled(self, split: Split, sequence: int) -> LabelledSamples:
-        """Return labelled samples; those of validation in a fixed order, since files may be sorted by label."""
+        """Return labelled samples; those of validation are shuffled, since files may be sorted by label."""
         train, validation = self.tokens[: self.documents_end], self.tokens[self.documents_end :]
         part, seed = (train, None) if split == "train" else (validation, 0)
         return LabelledSamples(part, numbers_of(self.labels, self.classes), self.tokenizer, sequence, seed)

@@ -47,13 +47,13 @@ class LabelledSamples:
         sequence: int,
         seed: int | None = None,
     ) -> None:
-        before, after = (np.asarray(ids, dtype=np.int64) for ids in tokenizer.around)
-        self._before, self._after = before, after
-        self._room = sequence - len(before) - len(after)
+        self._before, self._after = (np.asarray(ids, dtype=np.int64) for ids in tokenizer.around)
+        added = len(self._before) + len(self._after)
+        self._room = sequence - added
         if self._room < 1:
             raise ConfigError(
                 f"the sequence length {sequence} has no room for a text",
-                possible=f"{len(before) + len(after) + 1} or more: the tokenizer adds {len(before) + len(after)}",
+                possible=f"{added + 1} tokens or more: {added} are around each text",
                 change="set a larger sequence length",
             )
         self._padding = require_padding(tokenizer)

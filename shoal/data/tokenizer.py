@@ -77,7 +77,7 @@ class Tokenizer(Protocol):
 
 @final
 class ByteTokenizer:
-    """Each byte of the UTF-8 text is an id; byte 0, which text does not use, ends a document and is padding."""
+    """Each byte of the UTF-8 text is an id; byte 0, which text does not use, ends a document, and pads."""
 
     name = "bytes"
     identity = "bytes"

@@ -84,7 +84,7 @@ def is_head(model: nn.Module, name: str) -> bool:
 
 
 def fill_head(model: nn.Module, name: str, tensor: torch.Tensor, seed: int) -> None:
-    """Fill a new parameter of a head: matrices with normal numbers that depend on seed and name, biases with 0."""
+    """Fill a new parameter: matrices with normal numbers that depend on seed and name, biases with 0."""
     if tensor.dim() < 2:
         tensor.zero_()
         return

@@ -1,6 +1,4 @@
-"""Builds Hugging Face's causal language models and sequence classifiers, and reads their weights, whole or one
-by one.
-"""
+"""Builds Hugging Face's causal language models and classifiers, and reads weights, whole or one by one."""
 
 from __future__ import annotations
 
@@ -235,6 +233,6 @@ def _change_config(config: Any, changes: Mapping[str, Any]) -> None:
                 possible=", ".join(names),
                 change=f"correct or remove {name!r}",
             )
-        setattr(
-            config, name, {int(key): each for key, each in value.items()} if name == "id2label" else value
-        )
+        if name == "id2label":
+            value = {int(number): label for number, label in value.items()}
+        setattr(config, name, value)

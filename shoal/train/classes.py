@@ -1,8 +1,8 @@
 """Sequence classification: the classes of labelled data and of the model, brought together.
 
-With `data.label`, `hf:PATH` names a model with a head for classes. The number of classes and their names are the
-model's if its folder has such a head or names classes. Otherwise they are the data's, and the head begins with
-new values.
+With `data.label`, `hf:PATH` names a model with a head for classes. The number of classes and their names are
+the model's if its folder has such a head or names classes. Otherwise they are the data's, and the head begins
+with new values.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def with_classes(config: TrainConfig) -> TrainConfig:
     of the user's own, the configuration is unchanged.
 
     Raises:
-        UserError: The data or the model cannot be read, or the data has a label that is no class of the model.
+        UserError: The data or the model cannot be read, or a label is no class of the model.
     """
     if not config.data.label or not config.model.startswith(_HUGGING_FACE):
         return config
@@ -72,7 +72,7 @@ def require_classes(config: TrainConfig, model: nn.Module) -> None:
     """
     if config.data.label and ":" not in config.model:
         raise ConfigError(
-            f"data.label={config.data.label} needs a classifier, and the preset {config.model} predicts tokens",
+            f"data.label={config.data.label} needs a classifier, and {config.model} predicts tokens",
             possible="hf:PATH of a Hugging Face model, or package.module:function for a model that returns "
             "logits [batch, classes]",
             change="give another model, or leave out data.label",
