@@ -40,10 +40,9 @@ def main() -> None:
         folder = arguments.out / f"bucket-{size}"
         train(folder, f"dp=2,bucket={size}", [*settings, f"steps={BUCKET_STEPS}", "optimizer.warmup=1"])
         rows.append(row(size, gradients_of(Timeline.read(Run.open(folder).timeline)), cost))
-    alpha, beta = f"{cost.alpha * 1e6:.0f} us a call", f"{cost.beta * 1e9:.3f} ns a byte"
-    print(
-        f"\nGradients of a step, in milliseconds. Predicted: alpha {alpha}, beta {beta}, of all_reduce alone."
-    )
+    alpha, beta = f"{cost.alpha * 1e6:.0f} us a call (alpha)", f"{cost.beta * 1e9:.3f} ns a byte (beta)"
+    print(f"\nall_reduce alone: {alpha} and {beta}")
+    print("gradients of a step, in ms: predicted from these, measured in training, and exposed of it")
     print(f"{'bucket':>8}{'buckets':>9}{'MB':>7}{'predicted':>11}{'measured':>10}{'exposed':>9}")
     print("\n".join(rows))
 
