@@ -75,7 +75,7 @@ def _build(path: Path, config: Any, device: torch.device) -> nn.Module:
         return _in_parts(path, _without_memory(config))
     model: nn.Module
     if has_weights:
-        with _without_bars(transformers.utils.logging):
+        with _quiet(transformers.utils.logging):
             model, loaded = _kind_of(config).from_pretrained(
                 path, config=config, local_files_only=True, trust_remote_code=False, output_loading_info=True
             )
@@ -213,15 +213,17 @@ def _damaged(file: Path, error: Exception) -> ModelError:
 
 
 @contextlib.contextmanager
-def _without_bars(progress: Any) -> Iterator[None]:
-    """Turn off transformers' progress bars within the context, because every rank would draw its own."""
-    was_enabled = progress.is_progress_bar_enabled()
-    progress.disable_progress_bar()
+def _quiet(output: Any) -> Iterator[None]:
+    """Turn off transformers' bars and warnings within the context: every rank would print its own."""
+    had_bars, verbosity = output.is_progress_bar_enabled(), output.get_verbosity()
+    output.disable_progress_bar()
+    output.set_verbosity_error()
     try:
         yield
     finally:
-        if was_enabled:
-            progress.enable_progress_bar()
+        output.set_verbosity(verbosity)
+        if had_bars:
+            output.enable_progress_bar()
 
 
 def _change_config(config: Any, changes: Mapping[str, Any]) -> None:
