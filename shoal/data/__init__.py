@@ -2,12 +2,13 @@
 
 A Tokenizer turns text into ids. `prepare` turns the sources of a DataConfig (files, folders, the standard
 library) into a Corpus: one memory-mapped stream of ids, cut into train and validation. A sample is a
-fixed-length window of a split, or one labelled text. A Loader deals samples out: one global order, a
-function of seed and epoch only, whose whole state is the global position, so that a run continues on any
-number of ranks. A Feed makes the next micro-batches ahead where that changes nothing. `train/` and users'
-own loops call this.
+fixed-length window of a split, one labelled text or one conversation. A Loader deals samples out: one global
+order, a function of seed and epoch only, whose whole state is the global position, so that a run continues
+on any number of ranks. A Feed makes the next micro-batches ahead where that changes nothing. `train/` and
+users' own loops call this.
 """
 
+from shoal.data.chat import ChatSamples
 from shoal.data.config import DataConfig
 from shoal.data.corpus import Corpus, Split, prepare
 from shoal.data.feed import Feed, open_feed
@@ -21,6 +22,7 @@ from shoal.data.samples import MapSamples, Samples, TokenSamples, all_targets_co
 from shoal.data.tokenizer import Tokenizer, open_tokenizer
 
 __all__ = [
+    "ChatSamples",
     "Corpus",
     "DataConfig",
     "Feed",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 __all__ = ["DataConfig"]
 
@@ -28,6 +28,11 @@ class DataConfig(BaseModel):
     label: str = ""
     """The field or column that holds the label. With it the task is sequence classification: each row is one
     sample, and the model predicts its class.
+    """
+
+    messages: str = ""
+    """The field or column that holds a conversation, a list of messages with `role` and `content`. With it
+    each row is one sample under the tokenizer's chat template, and only answers are learned.
     """
 
     dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
@@ -59,6 +64,12 @@ class DataConfig(BaseModel):
             if not suffix.startswith("."):
                 raise ValueError(f"{suffix!r} must start with a dot, as in '.{suffix}'")
         return suffixes
+
+    @model_validator(mode="after")
+    def _has_one_task(self) -> DataConfig:
+        if self.label and self.messages:
+            raise ValueError("label and messages name two tasks: give one of them")
+        return self
 
     @property
     def sources(self) -> tuple[str, ...]:

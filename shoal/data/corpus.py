@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.data.cache import default_directory, read_or_write_entry
+from shoal.data.chat import ChatSamples, template_identity
 from shoal.data.config import DataConfig
 from shoal.data.labelled import LabelledSamples, require_padding
 from shoal.data.labels import class_names, numbers_of
@@ -48,8 +49,10 @@ class Corpus:
     """The labels in the order in which they appear in the stream; empty if documents have none."""
     classes: tuple[str, ...] = ()
     """The classes that labels name, in the order of their numbers."""
+    has_conversations: bool = False
+    """Whether documents are conversations."""
 
-    def samples(self, split: Split, sequence: int) -> TokenSamples | LabelledSamples:
+    def samples(self, split: Split, sequence: int) -> TokenSamples | LabelledSamples | ChatSamples:
         """Return the samples of a split.
 
         Args:
@@ -66,8 +69,8 @@ class Corpus:
                 possible="train, validation",
                 change="give one of these",
             )
-        if self.labels:
-            return self._labelled(split, sequence)
+        if self.labels or self.has_conversations:
+            return self._rows(split, sequence)
         if len(self.tokens) < 2 * (sequence + 1):
             raise DataError(
                 f"the corpus has {len(self.tokens)} tokens; train and validation need a sample each, and "
@@ -94,10 +97,12 @@ class Corpus:
             return self.documents_end
         return length - max(sequence + 1, round(self.validation_fraction * length))
 
-    def _labelled(self, split: Split, sequence: int) -> LabelledSamples:
-        """Return labelled samples; those of validation are shuffled, since files may be sorted by label."""
+    def _rows(self, split: Split, sequence: int) -> LabelledSamples | ChatSamples:
+        """Return rows; labelled ones of validation are shuffled, since files may be sorted by label."""
         train, validation = self.tokens[: self.documents_end], self.tokens[self.documents_end :]
         part, seed = (train, None) if split == "train" else (validation, 0)
+        if self.has_conversations:
+            return ChatSamples(part, self.tokenizer, sequence)
         return LabelledSamples(part, numbers_of(self.labels, self.classes), self.tokenizer, sequence, seed)
 
 
@@ -138,6 +143,7 @@ def prepare(config: DataConfig) -> Corpus:
         tokenizer,
         labels,
         class_names(labels) if labels else (),
+        bool(config.messages),
     )
 
 
@@ -150,6 +156,7 @@ def _cache_key(
         "tokenizer": tokenizer.identity,
         "field": config.field,
         "label": config.label,
+        "messages": [config.messages, template_identity(config.tokenizer)] if config.messages else None,
         "dtype": config.dtype,
         "validation_fraction": config.validation_fraction,
         "files": [

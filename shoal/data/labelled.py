@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shoal.data.bounds import text_bounds
 from shoal.data.permutation import order
 from shoal.data.tokenizer import Tokenizer
 from shoal.errors import ConfigError, DataError
@@ -59,15 +60,9 @@ class LabelledSamples:
         self._padding = require_padding(tokenizer)
         self._tokens = np.asarray(tokens)
         self.sequence = sequence
-        ends = np.flatnonzero(self._tokens >= tokenizer.vocab_size)
-        if not len(ends):
-            raise DataError(
-                "a part of the data, train or validation, has no labelled text",
-                possible="at least one text in each",
-                change="give more data, a larger data.validation_fraction, or a file in data.validation",
-            )
+        starts, ends = text_bounds(self._tokens, tokenizer.vocab_size)
         classes = numbers[self._tokens[ends].astype(np.int64) - tokenizer.vocab_size]
-        texts = np.stack((np.concatenate(([0], ends[:-1] + 1)), ends, classes))
+        texts = np.stack((starts, ends, classes))
         if seed is not None:
             texts = texts[:, order(seed, 0, len(ends), np.arange(len(ends)))]
         self._starts, self._ends, self._classes = texts

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 from shoal.data.sources import SourceFile
 from shoal.errors import DataError, MissingExtraError, nearest
 
-__all__ = ["SUFFIXES", "Row", "holds_rows", "naming", "read_rows"]
+__all__ = ["SUFFIXES", "Row", "holds_rows", "naming", "read_conversations", "read_rows"]
 
 _LONGEST_VALUE = 1 << 30
 """Characters of a value in a .csv file; the default of the module `csv` would refuse long texts."""
@@ -60,19 +60,40 @@ def read_rows(file: SourceFile, field: str, label: str = "") -> Iterator[Row]:
         DataError: The file cannot be read, or a row has no such column, or no text.
         MissingExtraError: Parquet needs the package `pyarrow`.
     """
-    path = file.path
-    in_parquet = path.suffix == ".parquet"
-    rows = _read_parquet(path, field, label) if in_parquet else _READERS[path.suffix](path)
-    unit = "row" if in_parquet else "line"
-    for number, values in rows:
-        place = f"{unit} {number} of {str(path)!r}"
+    wanted = [field, label] if label else [field]
+    for place, number, values in _read(file.path, wanted, text=field):
         text = values.get(field)
         if not isinstance(text, str):
             texts = [name for name, value in values.items() if isinstance(value, str)]
             raise _no_text_in_field(place, field, texts)
         if label and label not in values:
-            raise _no_label_in_field(place, label, list(values))
+            raise _no_column(place, label, list(values), "label")
         yield Row(place, number, text, values.get(label))
+
+
+def read_conversations(file: SourceFile, field: str) -> Iterator[tuple[str, int, Any]]:
+    """Yield the messages of each row of a file, with its place and its number; see `Row`.
+
+    Args:
+        file: The file, of which `holds_rows` is true.
+        field: The column, or the field of a .jsonl line, that holds the messages.
+
+    Raises:
+        DataError: The file cannot be read, or a row has no such column.
+        MissingExtraError: Parquet needs the package `pyarrow`.
+    """
+    for place, number, values in _read(file.path, [field]):
+        if field not in values:
+            raise _no_column(place, field, list(values), "messages")
+        yield place, number, values[field]
+
+
+def _read(path: Path, wanted: Sequence[str], text: str = "") -> Iterator[tuple[str, int, Mapping[str, Any]]]:
+    """Yield the place, the number and the values of each row; `text` is the column that must hold texts."""
+    in_parquet = path.suffix == ".parquet"
+    rows = _read_parquet(path, wanted, text) if in_parquet else _READERS[path.suffix](path)
+    unit = "row" if in_parquet else "line"
+    return ((f"{unit} {number} of {str(path)!r}", number, values) for number, values in rows)
 
 
 def _read_jsonl(path: Path) -> _Rows:
@@ -130,8 +151,8 @@ def _by_column(path: Path, lines: Iterator[tuple[int, list[str]]]) -> _Rows:
             yield number, dict(zip(names, values, strict=True))
 
 
-def _read_parquet(path: Path, field: str, label: str) -> _Rows:
-    """Yield the rows; without a label, rows whose text is null are left out."""
+def _read_parquet(path: Path, wanted: Sequence[str], text: str) -> _Rows:
+    """Yield the wanted columns of each row; if only a text is wanted, rows where it is null are left out."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -141,22 +162,23 @@ def _read_parquet(path: Path, field: str, label: str) -> _Rows:
     with naming(path):
         try:
             with pyarrow.parquet.ParquetFile(path) as file:
-                types = pyarrow.types
-                columns = file.schema_arrow
+                types, columns = pyarrow.types, file.schema_arrow
                 texts = [
                     one.name
                     for one in columns
                     if types.is_string(one.type) or types.is_large_string(one.type)
                 ]
-                if field not in texts:
-                    raise _no_text_in_field(repr(str(path)), field, texts)
-                if label and label not in columns.names:
-                    raise _no_label_in_field(repr(str(path)), label, columns.names)
-                wanted = list(dict.fromkeys([field, label] if label else [field]))
-                for batch in file.iter_batches(batch_size=1024, columns=wanted):
+                if text and text not in texts:
+                    raise _no_text_in_field(repr(str(path)), text, texts)
+                for name in wanted:
+                    if name not in columns.names:
+                        raise _no_column(
+                            repr(str(path)), name, columns.names, "label" if text else "messages"
+                        )
+                for batch in file.iter_batches(batch_size=1024, columns=list(dict.fromkeys(wanted))):
                     for values in batch.to_pylist():
                         row += 1
-                        if label or values[field] is not None:
+                        if len(wanted) > 1 or not text or values[text] is not None:
                             yield row, values
         except pyarrow.ArrowException as error:
             raise DataError(
@@ -197,9 +219,9 @@ def _no_text_in_field(where: str, field: str, texts: list[str]) -> DataError:
     )
 
 
-def _no_label_in_field(where: str, label: str, names: list[str]) -> DataError:
+def _no_column(where: str, name: str, names: list[str], key: str) -> DataError:
     return DataError(
-        f"{where} has no column {label!r}{nearest(label, names)}",
+        f"{where} has no column {name!r}{nearest(name, names)}",
         possible="the columns there: " + (", ".join(names) or "none"),
-        change="name the column of the labels in data.label",
+        change=f"name the column in data.{key}",
     )

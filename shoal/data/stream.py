@@ -1,6 +1,7 @@
 """Writes the token stream of a corpus: every training document, then every validation document.
 
-A document ends with the tokenizer's id for the end of a text, and a labelled one with an id for its label.
+A document ends with the tokenizer's id for the end of a text. Labelled texts and conversations end with ids
+of their own: see `shoal.data.labelled` and `shoal.data.chat`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.data.chat import ChatTemplate
 from shoal.data.config import DataConfig
 from shoal.data.documents import Document, holds_ids, open_ids, read_documents
 from shoal.data.labels import MOST_CLASSES, Labels
-from shoal.data.rows import SUFFIXES, holds_rows, read_rows
+from shoal.data.rows import SUFFIXES, holds_rows, read_conversations, read_rows
 from shoal.data.sources import SourceFile
 from shoal.data.tokenizer import Tokenizer
 from shoal.errors import DataError
@@ -73,7 +75,9 @@ def write_stream(
         MissingExtraError: A format needs an optional package.
     """
     labels = Labels(config.label) if config.label else None
-    dtype = _smallest_dtype(tokenizer.vocab_size + (MOST_CLASSES if labels is not None else 0))
+    template = ChatTemplate(config.tokenizer) if config.messages else None
+    size = tokenizer.vocab_size
+    dtype = _smallest_dtype(2 * size + 1 if template else size + MOST_CLASSES if labels else size)
     train, validation = _Part(output, dtype), _Part(validation_output, dtype)
     held_out = list(validation_files)
     split = _Split(0.0 if held_out else config.validation_fraction, train, validation)
@@ -81,6 +85,8 @@ def write_stream(
     for file, where in [*((file, split) for file in files), *((file, only_validation) for file in held_out)]:
         if labels is not None:
             _append_labelled(file, config, tokenizer, labels, where)
+        elif template is not None:
+            _append_conversations(file, config, tokenizer, template, where)
         elif holds_ids(file):
             _append_ids(file, config, tokenizer, where)
         else:
@@ -156,12 +162,7 @@ def _append_labelled(
     file: SourceFile, config: DataConfig, tokenizer: Tokenizer, labels: Labels, split: _Split
 ) -> None:
     """Add the rows of a file, each with the id of its label."""
-    if not holds_rows(file):
-        raise DataError(
-            f"{str(file.path)!r} has no columns, and data.label names one",
-            possible=", ".join(SUFFIXES) + " files",
-            change="give such files, and leave others out with data.suffixes; or leave out data.label",
-        )
+    _require_rows(file, "label")
     for row in read_rows(file, config.field, config.label):
         label, place = labels.place(row)
         ids = tokenizer.encode(row.text)
@@ -176,6 +177,27 @@ def _append_labelled(
             labels.trained.add(label)
         part.append(ids)
         part.append(np.array([tokenizer.vocab_size + place]))
+
+
+def _append_conversations(
+    file: SourceFile, config: DataConfig, tokenizer: Tokenizer, template: ChatTemplate, split: _Split
+) -> None:
+    """Add the conversations of a file."""
+    _require_rows(file, "messages")
+    for place, number, messages in read_conversations(file, config.messages):
+        ids, is_answer = template.encode(messages, place)
+        part = split.part(f"{file.name}#{number}")
+        part.append(ids + tokenizer.vocab_size * is_answer)
+        part.append(np.array([2 * tokenizer.vocab_size]))
+
+
+def _require_rows(file: SourceFile, key: str) -> None:
+    if not holds_rows(file):
+        raise DataError(
+            f"{str(file.path)!r} has no columns, and data.{key} names one",
+            possible=", ".join(SUFFIXES) + " files",
+            change=f"give such files, and leave others out with data.suffixes; or leave out data.{key}",
+        )
 
 
 def _append_ids(file: SourceFile, config: DataConfig, tokenizer: Tokenizer, split: _Split) -> None:
