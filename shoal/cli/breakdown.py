@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -10,7 +10,15 @@ from shoal.cli.table import table_of
 from shoal.timeline import Breakdown, CollectiveFigures, Parts
 from shoal.units import format_bytes, format_seconds
 
-__all__ = ["breakdown_summary", "collectives_text", "launch_text", "parts_text", "ranks_text", "words"]
+__all__ = [
+    "breakdown_summary",
+    "collectives_text",
+    "launch_text",
+    "named_collectives_text",
+    "parts_text",
+    "ranks_text",
+    "words",
+]
 
 _LARGE_LAUNCH = 0.1
 """Share of a step from which on the report says what to do about launch."""
@@ -98,6 +106,24 @@ def collectives_text(collectives: Mapping[str, Any]) -> str:
         for operation, each in collectives.items()
     ]
     return table_of(["collectives a step and rank", "count", "bytes", "seconds", "exposed", "algbw"], rows)
+
+
+def named_collectives_text(collectives: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table with a row for each collective of a step."""
+    rows = [
+        [
+            each["name"],
+            f"{each['count']:.4g}",
+            format_bytes(round(each["bytes"])),
+            "+".join(each["algorithms"]) or "-",
+            f"{each['seconds']:.6f}",
+            f"{each['seconds'] - each['exposed_seconds']:.6f}",
+            f"{each['exposed_seconds']:.6f}",
+        ]
+        for each in collectives
+    ]
+    names = ["each collective of a step", "count", "bytes", "algorithm", "seconds", "overlapped", "exposed"]
+    return table_of(names, rows)
 
 
 def words(name: str) -> str:

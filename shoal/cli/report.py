@@ -15,6 +15,7 @@ from shoal.cli.breakdown import (
     breakdown_summary,
     collectives_text,
     launch_text,
+    named_collectives_text,
     parts_text,
     ranks_text,
     words,
@@ -28,7 +29,7 @@ from shoal.errors import RunError, UserError
 from shoal.plan import Plan
 from shoal.run import Run, json_number, tokens_per_second
 from shoal.simulate import StageTimes, measured_timeline, recorded_cluster, stage_times
-from shoal.timeline import Breakdown, Timeline, explain, write_chrome_trace
+from shoal.timeline import Breakdown, Timeline, explain, named_collectives, write_chrome_trace
 from shoal.units import format_count
 
 __all__ = ["add_parser", "run", "summarise"]
@@ -47,6 +48,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("path", metavar="RUN", type=Path, help="the directory of a run")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--rank", metavar="R", type=int, help="explain the time of this rank only")
+    parser.add_argument(
+        "--collectives",
+        action="store_true",
+        help="also list each collective of a step, such as each bucket's: bytes, algorithm, time, overlap",
+    )
     parser.add_argument(
         "--trace", metavar="FILE", type=Path, help="also write the timeline for Perfetto or chrome://tracing"
     )
@@ -78,6 +84,8 @@ def run(args: argparse.Namespace) -> int:
     summary["exchanged"] = _exchanged(summary, timeline)
     if breakdown is not None:
         summary |= _predicted(opened, args.cluster, timeline)
+        if args.collectives:
+            summary["each_collective"] = [asdict(each) for each in named_collectives(timeline)]
     if args.trace is not None:
         _write_trace(opened, timeline, args.rank, args.trace)
     print(json.dumps(summary, indent=2) if args.json else _text(summary))
@@ -140,6 +148,9 @@ def _progress(metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "steps": len(trained),
         "loss": _first_and_last(trained, "loss"),
         "validation_loss": _first_and_last(validated, "validation_loss"),
+        "validation_accuracy": _first_and_last(
+            [values for values in validated if "validation_accuracy" in values], "validation_accuracy"
+        ),
     }
 
 
@@ -225,6 +236,8 @@ def _text(summary: Mapping[str, Any]) -> str:
             paragraphs.append(_stages_text(summary["stages"]))
         if breakdown["collectives"]:
             paragraphs.append(collectives_text(breakdown["collectives"]))
+        if summary.get("each_collective"):
+            paragraphs.append(named_collectives_text(summary["each_collective"]))
         if "kinds" in summary:
             paragraphs.append(compare_text(summary["kinds"]))
     return "\n\n".join(paragraphs)
@@ -241,7 +254,7 @@ def _heading(summary: Mapping[str, Any]) -> str:
     rows.append(("steps", str(summary["steps"])))
     if summary["since_step"] is not None:
         rows.append(("explained", f"steps from {summary['since_step']} on, under this Plan"))
-    for name in ("loss", "validation_loss"):
+    for name in ("loss", "validation_loss", "validation_accuracy"):
         if (ends := summary[name]) is not None:
             first, last = (f"{float(ends[end]['value']):.4f}" for end in ("first", "last"))
             rows.append(

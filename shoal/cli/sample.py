@@ -7,6 +7,8 @@ import os
 import sys
 from pathlib import Path
 
+from shoal.errors import RunError
+
 __all__ = ["add_parser", "run"]
 
 
@@ -43,6 +45,12 @@ def run(args: argparse.Namespace) -> int:
     from shoal.train import load_model
 
     model, config = load_model(args.path, lambda text: print(text, file=sys.stderr))
+    if config.data.label:
+        raise RunError(
+            f"{args.path} trained a classifier, which makes no text",
+            possible="a run of a language model",
+            change="write the classifier into a folder with shoal export, and load it from there",
+        )
     tokenizer = open_tokenizer(config.data.tokenizer)
     prompt = torch.tensor(tokenizer.encode(args.prompt).tolist(), dtype=torch.int64)
     tokens = prompt.tolist()

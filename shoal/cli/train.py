@@ -185,6 +185,7 @@ def _job(args: argparse.Namespace, ranks: int | None) -> Job:
         located,
         resolve,
         servers_of,
+        with_classes,
     )
 
     if args.join is not None:
@@ -194,6 +195,7 @@ def _job(args: argparse.Namespace, ranks: int | None) -> Job:
     named = {"plan": args.plan, "cluster": args.cluster}
     settings = [*args.settings, *(f'{key}="{value}"' for key, value in named.items() if value is not None)]
     config = located(load_config(args.config, settings, before.get("config")), before.get("config"))
+    config = with_classes(config)
     if ranks is None:
         as_before = before.get("world_size") if config.plan == before.get("config", {}).get("plan") else None
         ranks = choose_ranks(config, args.nproc if args.nproc is not None else as_before)

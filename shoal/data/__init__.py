@@ -1,16 +1,20 @@
-"""Resumable input for language-model training.
+"""Resumable input for the training of language models and of sequence classification.
 
 A Tokenizer turns text into ids. `prepare` turns the sources of a DataConfig (files, folders, the standard
 library) into a Corpus: one memory-mapped stream of ids, cut into train and validation. A sample is a
-fixed-length window of a split. A Loader deals samples out: one global order, a function of seed and
-epoch only, whose whole state is the global position, so that a run continues on any number of ranks.
-A Feed makes the next micro-batches ahead where that changes nothing. `train/` and users' own loops call this.
+fixed-length window of a split, one labelled text or one conversation. A Loader deals samples out: one global
+order, a function of seed and epoch only, whose whole state is the global position, so that a run continues
+on any number of ranks. A Feed makes the next micro-batches ahead where that changes nothing. `train/` and
+users' own loops call this.
 """
 
+from shoal.data.chat import ChatSamples
 from shoal.data.config import DataConfig
 from shoal.data.corpus import Corpus, Split, prepare
 from shoal.data.feed import Feed, open_feed
 from shoal.data.generators import key_of, seed_generators
+from shoal.data.labelled import LabelledSamples, require_padding
+from shoal.data.labels import are_numbers, numbers_of
 from shoal.data.loader import Loader
 from shoal.data.permutation import order
 from shoal.data.prefetch import Prefetcher
@@ -18,9 +22,11 @@ from shoal.data.samples import MapSamples, Samples, TokenSamples, all_targets_co
 from shoal.data.tokenizer import Tokenizer, open_tokenizer
 
 __all__ = [
+    "ChatSamples",
     "Corpus",
     "DataConfig",
     "Feed",
+    "LabelledSamples",
     "Loader",
     "MapSamples",
     "Prefetcher",
@@ -29,12 +35,15 @@ __all__ = [
     "TokenSamples",
     "Tokenizer",
     "all_targets_count",
+    "are_numbers",
     "as_samples",
     "fetch",
     "key_of",
+    "numbers_of",
     "open_feed",
     "open_tokenizer",
     "order",
     "prepare",
+    "require_padding",
     "seed_generators",
 ]

@@ -25,7 +25,7 @@ from shoal.data.stream import StreamInfo
 
 __all__ = ["default_directory", "read_or_write_entry"]
 
-_HEADER_BYTES = 4096  # a page, so that the tokens are aligned for any dtype
+_HEADER_BYTES = 1 << 16  # pages, so that the tokens are aligned for any dtype; holds the names of classes
 
 Entry = tuple[StreamInfo, NDArray[np.integer]]
 
@@ -99,8 +99,11 @@ def _write_entry(path: Path, key: str, write: Callable[[BinaryIO, BinaryIO], Str
             file.seek(_HEADER_BYTES)
             with tempfile.TemporaryFile(dir=path.parent) as second:
                 info = write(file, second)
+            header = json.dumps({"key": key, **asdict(info)}).encode().ljust(_HEADER_BYTES)
+            if len(header) > _HEADER_BYTES:
+                raise OSError(f"its description takes more than {_HEADER_BYTES} bytes")
             file.seek(0)
-            file.write(json.dumps({"key": key, **asdict(info)}).encode().ljust(_HEADER_BYTES))
+            file.write(header)
             file.flush()
             os.fsync(file.fileno())
         os.rename(unfinished, path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 __all__ = ["DataConfig"]
 
@@ -22,16 +22,30 @@ class DataConfig(BaseModel):
     """"bytes", the path of a Hugging Face tokenizer.json, or "ids:N" for ids below N made elsewhere."""
 
     field: str = "text"
-    """The field of each .jsonl line, or the column of each .parquet file, that holds the text."""
+    """The field of each .jsonl line, or the column of each .csv, .tsv and .parquet file, that holds the text.
+    """
+
+    label: str = ""
+    """The field or column that holds the label. With it the task is sequence classification: each row is one
+    sample, and the model predicts its class.
+    """
+
+    messages: str = ""
+    """The field or column that holds a conversation, a list of messages with `role` and `content`. With it
+    each row is one sample under the tokenizer's chat template, and only answers are learned.
+    """
 
     dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] = "uint16"
     """The type of the ids in .bin files, which do not say it themselves; little-endian."""
 
-    suffixes: tuple[str, ...] = (".txt", ".md", ".py", ".jsonl", ".parquet")
+    suffixes: tuple[str, ...] = (".txt", ".md", ".py", ".jsonl", ".csv", ".tsv", ".parquet")
     """Which files of a folder are read; a file that is named itself is read whatever its suffix."""
 
     validation_fraction: float = Field(default=0.05, gt=0, lt=1)
     """The share of the documents (of the ids, in .npy and .bin files) that is kept for validation."""
+
+    validation: str = ""
+    """A file or folder that is for validation only; then all of `source` is trained on."""
 
     cache: Path | None = None
     """Where tokens are kept: by default $SHOAL_CACHE, else $XDG_CACHE_HOME/shoal, else ~/.cache/shoal."""
@@ -50,6 +64,12 @@ class DataConfig(BaseModel):
             if not suffix.startswith("."):
                 raise ValueError(f"{suffix!r} must start with a dot, as in '.{suffix}'")
         return suffixes
+
+    @model_validator(mode="after")
+    def _has_one_task(self) -> DataConfig:
+        if self.label and self.messages:
+            raise ValueError("label and messages name two tasks: give one of them")
+        return self
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""A Corpus: all tokens as one stream, cut into train and validation."""
+"""A Corpus: all tokens as one stream, cut into train and validation, with labels or without."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.data.cache import default_directory, read_or_write_entry
+from shoal.data.chat import ChatSamples, template_identity
 from shoal.data.config import DataConfig
+from shoal.data.labelled import LabelledSamples, require_padding
+from shoal.data.labels import class_names, numbers_of
 from shoal.data.samples import TokenSamples
 from shoal.data.sources import SourceFile, find_files
 from shoal.data.stream import StreamInfo, write_stream
@@ -25,7 +28,7 @@ __all__ = ["Corpus", "Split", "prepare"]
 
 Split = Literal["train", "validation"]
 
-_FORMAT = 1  # version of cache entries; a new version replaces all entries
+_FORMAT = 2  # version of cache entries; a new version replaces all entries
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,14 +39,20 @@ class Corpus:
     """The stream, `[length]`, usually memory-mapped."""
     documents_end: int
     """Where the training documents end and the validation documents begin."""
-    validation_fraction: float
-    """The share of the stream for validation if documents cannot be separated."""
+    validation_fraction: float | None
+    """The share of the stream for validation if documents cannot be separated; None if files are for it."""
     fingerprint: str
     """Equal for equal tokens and documents: tells whether a run resumes on the data it began with."""
     tokenizer: Tokenizer
     """The tokenizer that made the tokens."""
+    labels: tuple[str, ...] = ()
+    """The labels in the order in which they appear in the stream; empty if documents have none."""
+    classes: tuple[str, ...] = ()
+    """The classes that labels name, in the order of their numbers."""
+    has_conversations: bool = False
+    """Whether documents are conversations."""
 
-    def samples(self, split: Split, sequence: int) -> TokenSamples:
+    def samples(self, split: Split, sequence: int) -> TokenSamples | LabelledSamples | ChatSamples:
         """Return the samples of a split.
 
         Args:
@@ -52,7 +61,7 @@ class Corpus:
 
         Raises:
             ConfigError: There is no such split, or `sequence` is not positive.
-            DataError: The split is shorter than one sample.
+            DataError: The split is shorter than one sample, or a label is no class.
         """
         if split not in get_args(Split):
             raise ConfigError(
@@ -60,6 +69,8 @@ class Corpus:
                 possible="train, validation",
                 change="give one of these",
             )
+        if self.labels or self.has_conversations:
+            return self._rows(split, sequence)
         if len(self.tokens) < 2 * (sequence + 1):
             raise DataError(
                 f"the corpus has {len(self.tokens)} tokens; train and validation need a sample each, and "
@@ -76,12 +87,23 @@ class Corpus:
 
         It depends on the sequence length. It is the start of the validation documents, unless they are
         shorter than one sample or more than half of the stream, which happens with few documents. Then
-        validation is the tail of the stream, at least one sample long.
+        validation is the tail of the stream, at least one sample long. Files for validation are kept as they
+        are.
         """
         length = len(self.tokens)
+        if self.validation_fraction is None:
+            return self.documents_end
         if sequence + 1 <= length - self.documents_end <= length / 2:
             return self.documents_end
         return length - max(sequence + 1, round(self.validation_fraction * length))
+
+    def _rows(self, split: Split, sequence: int) -> LabelledSamples | ChatSamples:
+        """Return rows; labelled ones of validation are shuffled, since files may be sorted by label."""
+        train, validation = self.tokens[: self.documents_end], self.tokens[self.documents_end :]
+        part, seed = (train, None) if split == "train" else (validation, 0)
+        if self.has_conversations:
+            return ChatSamples(part, self.tokenizer, sequence)
+        return LabelledSamples(part, numbers_of(self.labels, self.classes), self.tokenizer, sequence, seed)
 
 
 def prepare(config: DataConfig) -> Corpus:
@@ -96,30 +118,50 @@ def prepare(config: DataConfig) -> Corpus:
         MissingExtraError: A format or the tokenizer needs an optional package.
     """
     tokenizer = open_tokenizer(config.tokenizer)
+    if config.label:
+        require_padding(tokenizer)
     files = find_files(config.sources, config.suffixes)
+    held_out = find_files([config.validation], config.suffixes) if config.validation else []
 
     def write(output: BinaryIO, validation_output: BinaryIO) -> StreamInfo:
-        return write_stream(files, config, tokenizer, output, validation_output)
+        return write_stream(files, config, tokenizer, output, validation_output, held_out)
 
     try:
         directory = config.cache.expanduser() if config.cache else default_directory()
-        info, tokens = read_or_write_entry(directory, _cache_key(files, config, tokenizer), write)
+        info, tokens = read_or_write_entry(directory, _cache_key(files, held_out, config, tokenizer), write)
     except OSError as error:
         warnings.warn(f"tokens are kept in memory, because they cannot be cached: {error}", stacklevel=2)
         memory = io.BytesIO()
         info = write(memory, io.BytesIO())
         tokens = np.frombuffer(memory.getbuffer(), dtype=info.dtype)
-    return Corpus(tokens, info.boundary, config.validation_fraction, info.fingerprint, tokenizer)
+    labels = tuple(info.labels)  # a list if they were read from the cache
+    return Corpus(
+        tokens,
+        info.boundary,
+        None if held_out else config.validation_fraction,
+        info.fingerprint,
+        tokenizer,
+        labels,
+        class_names(labels) if labels else (),
+        bool(config.messages),
+    )
 
 
-def _cache_key(files: Sequence[SourceFile], config: DataConfig, tokenizer: Tokenizer) -> str:
+def _cache_key(
+    files: Sequence[SourceFile], held_out: Sequence[SourceFile], config: DataConfig, tokenizer: Tokenizer
+) -> str:
     """Return a key that differs whenever the tokens may differ."""
     content = {
         "format": _FORMAT,
         "tokenizer": tokenizer.identity,
         "field": config.field,
+        "label": config.label,
+        "messages": [config.messages, template_identity(config.tokenizer)] if config.messages else None,
         "dtype": config.dtype,
         "validation_fraction": config.validation_fraction,
-        "files": [(str(file.path), file.name, file.size, file.modified) for file in files],
+        "files": [
+            [(str(file.path), file.name, file.size, file.modified) for file in some]
+            for some in (files, held_out)
+        ],
     }
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]

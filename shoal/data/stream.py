@@ -1,4 +1,8 @@
-"""Writes the token stream of a corpus: every training document, then every validation document."""
+"""Writes the token stream of a corpus: every training document, then every validation document.
+
+A document ends with the tokenizer's id for the end of a text. Labelled texts and conversations end with ids
+of their own: see `shoal.data.labelled` and `shoal.data.chat`.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,11 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.data.chat import ChatTemplate
 from shoal.data.config import DataConfig
 from shoal.data.documents import Document, holds_ids, open_ids, read_documents
+from shoal.data.labels import MOST_CLASSES, Labels
+from shoal.data.rows import SUFFIXES, holds_rows, read_conversations, read_rows
 from shoal.data.sources import SourceFile
 from shoal.data.tokenizer import Tokenizer
 from shoal.errors import DataError
@@ -34,6 +41,8 @@ class StreamInfo:
     """Where the training documents end and the validation documents begin."""
     fingerprint: str
     """A hash of the tokens and the boundary: equal for equal corpora, wherever their files are."""
+    labels: tuple[str, ...] = ()
+    """The labels in the order in which they appear; empty if documents have none."""
 
 
 def in_validation(name: str, fraction: float) -> bool:
@@ -48,6 +57,7 @@ def write_stream(
     tokenizer: Tokenizer,
     output: BinaryIO,
     validation_output: BinaryIO,
+    validation_files: Iterable[SourceFile] = (),
 ) -> StreamInfo:
     """Write the tokens of `files` to `output`, with no more than a piece of them in memory.
 
@@ -58,35 +68,49 @@ def write_stream(
         output: Binary file that gets the stream, from its current position.
         validation_output: Binary, seekable, empty file that holds the validation documents until the training
             documents are written.
+        validation_files: Files for validation only; if there are none, a share of the documents is.
 
     Raises:
-        DataError: A file cannot be read, or all files are empty.
+        DataError: A file cannot be read, all files are empty, or labels are no classes.
         MissingExtraError: A format needs an optional package.
     """
-    dtype = _smallest_dtype(tokenizer.vocab_size)
-    train = _Part(output, dtype)
-    validation = _Part(validation_output, dtype)
-    for file in files:
-        if holds_ids(file):
-            _append_ids(file, config, tokenizer, train, validation)
-            continue
-        for document in read_documents(file, config.field):
-            held_out = in_validation(document.name, config.validation_fraction)
-            _append_document(document, tokenizer, validation if held_out else train)
+    labels = Labels(config.label) if config.label else None
+    template = ChatTemplate(config.tokenizer) if config.messages else None
+    size = tokenizer.vocab_size
+    dtype = _smallest_dtype(2 * size + 1 if template else size + MOST_CLASSES if labels else size)
+    train, validation = _Part(output, dtype), _Part(validation_output, dtype)
+    held_out = list(validation_files)
+    split = _Split(0.0 if held_out else config.validation_fraction, train, validation)
+    only_validation = _Split(1.0, train, validation)
+    for file, where in [*((file, split) for file in files), *((file, only_validation) for file in held_out)]:
+        if labels is not None:
+            _append_labelled(file, config, tokenizer, labels, where)
+        elif template is not None:
+            _append_conversations(file, config, tokenizer, template, where)
+        elif holds_ids(file):
+            _append_ids(file, config, tokenizer, where)
+        else:
+            for document in read_documents(file, config.field):
+                _append_document(document, tokenizer, where.part(document.name))
     if train.length + validation.length == 0:
         raise DataError(
             f"there is no text in {', '.join(map(repr, config.sources))}",
             possible="files that are not empty",
             change="give other data, or correct data.field",
         )
+    if labels is not None:
+        labels.require_classes()
     validation_output.seek(0)
     shutil.copyfileobj(validation_output, output)
     hashes = f"{train.length} {train.digest.hexdigest()} {validation.digest.hexdigest()}"
+    if labels is not None:
+        hashes += f" {list(labels.places)}"
     return StreamInfo(
         dtype=dtype.str,
         tokens=train.length + validation.length,
         boundary=train.length,
         fingerprint=hashlib.sha256(hashes.encode()).hexdigest(),
+        labels=() if labels is None else tuple(labels.places),
     )
 
 
@@ -106,6 +130,19 @@ class _Part:
         self.length += len(ids)
 
 
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """Where documents go: a share of them to validation, the others to train."""
+
+    share: float
+    train: _Part
+    validation: _Part
+
+    def part(self, name: str) -> _Part:
+        """Return the part of a document."""
+        return self.validation if in_validation(name, self.share) else self.train
+
+
 def _append_document(document: Document, tokenizer: Tokenizer, part: _Part) -> None:
     """Add a document and the id that ends it; an empty document adds nothing."""
     if tokenizer.end_of_text is None:
@@ -121,13 +158,53 @@ def _append_document(document: Document, tokenizer: Tokenizer, part: _Part) -> N
         part.append(np.array([tokenizer.end_of_text]))
 
 
-def _append_ids(
-    file: SourceFile, config: DataConfig, tokenizer: Tokenizer, train: _Part, validation: _Part
+def _append_labelled(
+    file: SourceFile, config: DataConfig, tokenizer: Tokenizer, labels: Labels, split: _Split
 ) -> None:
+    """Add the rows of a file, each with the id of its label."""
+    _require_rows(file, "label")
+    for row in read_rows(file, config.field, config.label):
+        label, place = labels.place(row)
+        ids = tokenizer.encode(row.text)
+        if not row.text.strip() or not len(ids):
+            raise DataError(
+                f"{row.place} has an empty text in {config.field!r}",
+                possible="a text of at least one token in each row",
+                change="remove the row",
+            )
+        part = split.part(f"{file.name}#{row.number}")
+        if part is split.train:
+            labels.trained.add(label)
+        part.append(ids)
+        part.append(np.array([tokenizer.vocab_size + place]))
+
+
+def _append_conversations(
+    file: SourceFile, config: DataConfig, tokenizer: Tokenizer, template: ChatTemplate, split: _Split
+) -> None:
+    """Add the conversations of a file."""
+    _require_rows(file, "messages")
+    for place, number, messages in read_conversations(file, config.messages):
+        ids, is_answer = template.encode(messages, place)
+        part = split.part(f"{file.name}#{number}")
+        part.append(ids + tokenizer.vocab_size * is_answer)
+        part.append(np.array([2 * tokenizer.vocab_size]))
+
+
+def _require_rows(file: SourceFile, key: str) -> None:
+    if not holds_rows(file):
+        raise DataError(
+            f"{str(file.path)!r} has no columns, and data.{key} names one",
+            possible=", ".join(SUFFIXES) + " files",
+            change=f"give such files, and leave others out with data.suffixes; or leave out data.{key}",
+        )
+
+
+def _append_ids(file: SourceFile, config: DataConfig, tokenizer: Tokenizer, split: _Split) -> None:
     """Add a memory map; it does not say where documents end, so its tail is for validation."""
     ids = open_ids(file, config.dtype)
-    boundary = len(ids) - round(config.validation_fraction * len(ids))
-    for part, first, last in ((train, 0, boundary), (validation, boundary, len(ids))):
+    boundary = len(ids) - round(split.share * len(ids))
+    for part, first, last in ((split.train, 0, boundary), (split.validation, boundary, len(ids))):
         for start in range(first, last, _BLOCK):
             block = ids[start : min(start + _BLOCK, last)]
             smallest, largest = int(block.min()), int(block.max())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +16,9 @@ from numpy.typing import NDArray
 from shoal.errors import DataError, MissingExtraError, nearest
 
 __all__ = ["ByteTokenizer", "FileTokenizer", "IdTokenizer", "Tokenizer", "open_tokenizer"]
+
+_PADDING_NAMES = ("[PAD]", "<pad>", "<|pad|>", "<|finetune_right_pad_id|>")
+"""The first of these that a tokenizer file holds is its padding token, if nothing else says which."""
 
 _END_OF_TEXT_NAMES = (
     "<|endoftext|>",
@@ -51,6 +56,16 @@ class Tokenizer(Protocol):
         """The id that ends each document; None if documents cannot be separated."""
         ...
 
+    @property
+    def padding(self) -> int | None:
+        """The id that fills up short texts; None if there is none."""
+        ...
+
+    @property
+    def around(self) -> tuple[Sequence[int], Sequence[int]]:
+        """The ids that models of single texts expect before a text and after it, such as [CLS] and [SEP]."""
+        ...
+
     def encode(self, text: str | bytes) -> NDArray[np.integer]:
         """Return the ids of `text`, `[length]`; bytes that are not UTF-8 are replaced if necessary."""
         ...
@@ -62,12 +77,13 @@ class Tokenizer(Protocol):
 
 @final
 class ByteTokenizer:
-    """Each byte of the UTF-8 text is an id; byte 0, which text does not use, ends a document."""
+    """Each byte of the UTF-8 text is an id; byte 0, which text does not use, ends a document, and pads."""
 
     name = "bytes"
     identity = "bytes"
     vocab_size = 256
-    end_of_text = 0
+    end_of_text = padding = 0
+    around: tuple[Sequence[int], Sequence[int]] = (), ()
 
     def encode(self, text: str | bytes) -> NDArray[np.uint8]:
         """Return the bytes, `[length]`, UTF-8 or not; lone surrogates in a str become "?"."""
@@ -90,7 +106,8 @@ class IdTokenizer:
         vocab_size: Number of ids: every id is below it.
     """
 
-    end_of_text = None
+    end_of_text = padding = None
+    around: tuple[Sequence[int], Sequence[int]] = (), ()
 
     def __init__(self, vocab_size: int) -> None:
         self.name = self.identity = f"ids:{vocab_size}"
@@ -146,6 +163,8 @@ class FileTokenizer:
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values(), default=-1) + 1  # ids may have gaps
         self.end_of_text = _find_end_of_text(vocabulary, file)
+        self.padding = _find_padding(content, vocabulary, file)
+        self.around = _find_around(self._tokenizer)
 
     def encode(self, text: str | bytes) -> NDArray[np.uint32]:
         """Return the ids of `text`, `[length]`, without the tokens that some tokenizers add around it."""
@@ -203,6 +222,25 @@ def _load(content: bytes, file: Path) -> Any:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _find_padding(content: bytes, vocabulary: dict[str, int], file: Path) -> int | None:
+    """Return the padding id: as the file tells, or the tokenizer_config.json beside it, or by its name."""
+    told = [(json.loads(content).get("padding") or {}).get("pad_token")]
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        beside = json.loads(file.with_name("tokenizer_config.json").read_text(encoding="utf-8"))
+        token = beside.get("pad_token")
+        told.append(token.get("content") if isinstance(token, dict) else token)
+    return next((vocabulary[name] for name in (*told, *_PADDING_NAMES) if name in vocabulary), None)
+
+
+def _find_around(tokenizer: Any) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the ids that the tokenizer adds before a text and after it."""
+    encoded = tokenizer.encode("a", add_special_tokens=True)
+    own = [place for place, is_added in enumerate(encoded.special_tokens_mask) if not is_added]
+    if not own:
+        return (), ()
+    return encoded.ids[: own[0]], encoded.ids[own[-1] + 1 :]
 
 
 def _find_end_of_text(vocabulary: dict[str, int], file: Path) -> int:

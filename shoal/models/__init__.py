@@ -7,10 +7,11 @@ samples from what was trained. `trace` makes a Workload of any module, for the p
 """
 
 from shoal.models.as_llama import llama_config, llama_name
+from shoal.models.classifier import Classifier, is_classifier, new_parameters
 from shoal.models.config import TransformerConfig
 from shoal.models.dropout import Dropout, token_keys
 from shoal.models.experts import Mixture, auxiliary_loss, set_auxiliary_scale
-from shoal.models.hugging_face import can_read_in_parts
+from shoal.models.hugging_face import can_read_in_parts, classifier_of
 from shoal.models.loading import build, build_or_task, find_factory
 from shoal.models.loss import logits_of, next_token_loss
 from shoal.models.nested import map_tensors, tensors_in
@@ -22,6 +23,7 @@ from shoal.models.transformer import Block, Transformer
 
 __all__ = [
     "Block",
+    "Classifier",
     "Dropout",
     "Mixture",
     "SingleDevice",
@@ -34,12 +36,15 @@ __all__ = [
     "build_or_task",
     "can_read_in_parts",
     "cast_module",
+    "classifier_of",
     "find_factory",
     "generate",
+    "is_classifier",
     "llama_config",
     "llama_name",
     "logits_of",
     "map_tensors",
+    "new_parameters",
     "next_token_loss",
     "preset",
     "preset_names",

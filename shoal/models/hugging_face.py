@@ -1,4 +1,4 @@
-"""Builds Hugging Face's causal language models, and reads their weights, whole or one by one."""
+"""Builds Hugging Face's causal language models and classifiers, and reads weights, whole or one by one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from shoal.errors import MissingExtraError, ModelError, nearest
+from shoal.errors import MissingExtraError, ModelError, UserError, nearest
+from shoal.models.classifier import Classifier, fill_head, is_classifier, is_head, read_classifier
 
-__all__ = ["can_read_in_parts", "from_hugging_face"]
+__all__ = ["can_read_in_parts", "classifier_of", "from_hugging_face"]
 
 _ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -32,6 +33,23 @@ def from_hugging_face(path: Path, changes: Mapping[str, Any], device: torch.devi
         ModelError: There is no such model, or its weights cannot be read one by one for the meta device.
         MissingExtraError: transformers is not installed.
     """
+    with _refusing(path):
+        config = _read_config(path, changes)
+        return _build(path, config, device)
+
+
+def classifier_of(path: Path, changes: Mapping[str, Any]) -> Classifier:
+    """Return the sequence classifier that the model of a folder, or of a `config.json`, is or becomes.
+
+    Raises:
+        ModelError: There is no such model, or it has no such form.
+        MissingExtraError: transformers is not installed.
+    """
+    with _refusing(path):
+        return read_classifier(path, _read_config(path, changes), changes)
+
+
+def _read_config(path: Path, changes: Mapping[str, Any]) -> Any:
     try:
         import transformers
     except ImportError as error:
@@ -42,33 +60,56 @@ def from_hugging_face(path: Path, changes: Mapping[str, Any], device: torch.devi
             possible="a folder that holds config.json, or such a file",
             change="correct the path after hf:",
         )
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    # Training never reads the cache of keys and values, but would pay for it.
+    config.use_cache = False
+    _change_config(config, changes)
+    return config
+
+
+def _build(path: Path, config: Any, device: torch.device) -> nn.Module:
+    import transformers
+
     has_weights = any(any(path.glob(pattern)) for pattern in ("*.safetensors", "pytorch_model*.bin"))
+    if has_weights and device.type == "meta":
+        return _in_parts(path, _without_memory(config))
     model: nn.Module
+    if has_weights:
+        with _quiet(transformers.utils.logging):
+            model, loaded = _kind_of(config).from_pretrained(
+                path, config=config, local_files_only=True, trust_remote_code=False, output_loading_info=True
+            )
+        model.new_parameters = sorted(loaded["missing_keys"])  # type: ignore[assignment]
+    else:
+        with device:
+            model = _kind_of(config).from_config(config, trust_remote_code=False)
+    # Published weights are often bf16, but the Plan chooses the precision of training.
+    return model.to(device=device, dtype=torch.float32).train()
+
+
+def _kind_of(config: Any) -> Any:
+    """Return the class of transformers that builds the model."""
+    import transformers
+
+    if is_classifier(config):
+        return transformers.AutoModelForSequenceClassification
+    return transformers.AutoModelForCausalLM
+
+
+@contextlib.contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    """Turn what transformers raises within the context into a ModelError."""
     try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        # Training never reads the cache of keys and values, but would pay for it.
-        config.use_cache = False
-        _change_config(config, changes)
-        if has_weights and device.type == "meta":
-            return _in_parts(path, _without_memory(config))
-        if has_weights:
-            with _without_bars(transformers.utils.logging):
-                model = transformers.AutoModelForCausalLM.from_pretrained(
-                    path, config=config, local_files_only=True, trust_remote_code=False
-                )
-        else:
-            with device:
-                model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except ModelError:
+        yield
+    except UserError:
         raise
     except Exception as error:
         raise ModelError(
             f"transformers cannot build {str(path)!r}: {type(error).__name__}: {error}",
-            possible="the configuration of a causal language model that the installed transformers knows",
+            possible="the configuration of a causal language model, or of a sequence classifier, that the "
+            "installed transformers knows",
             change="correct the configuration, or what overrides it",
         ) from error
-    # Published weights are often bf16, but the Plan chooses the precision of training.
-    return model.to(device=device, dtype=torch.float32).train()
 
 
 def can_read_in_parts(path: Path) -> bool:
@@ -78,10 +119,8 @@ def can_read_in_parts(path: Path) -> bool:
 
 def _without_memory(config: Any) -> nn.Module:
     """Return a model whose parameters are on the meta device, and whose buffers have their values."""
-    import transformers
-
     with _parameters_on_meta():
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model: nn.Module = _kind_of(config).from_config(config, trust_remote_code=False)
     return model.to(dtype=torch.float32).train()
 
 
@@ -103,7 +142,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _in_parts(path: Path, model: nn.Module) -> nn.Module:
-    """Give a model without memory the method that reads its parameters from a folder.
+    """Give a model without memory the method that reads its parameters from a folder, or makes a new head.
 
     Raises:
         ModelError: The folder has no such weights, or not those of the model.
@@ -111,8 +150,12 @@ def _in_parts(path: Path, model: nn.Module) -> nn.Module:
     files = _files_of(path) if can_read_in_parts(path) else {}
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     places: dict[str, tuple[Path, str]] = {}
+    new: list[str] = []
     for name, parameter in model.named_parameters():
         stored = next((each for each in (name, name.removeprefix(prefix)) if each in files), None)
+        if stored is None and files and is_head(model, name):
+            new.append(name)
+            continue
         if stored is None or _shape_of(files[stored], stored) != tuple(parameter.shape):
             raise ModelError(
                 f"the weights in {str(path)!r} cannot be read one by one: {name} is not among them in the "
@@ -123,11 +166,16 @@ def _in_parts(path: Path, model: nn.Module) -> nn.Module:
         places[name] = files[stored], stored
 
     def initialize_parameter(name: str, tensor: torch.Tensor, seed: int) -> None:
-        file, stored = places[name]
-        with torch.no_grad(), safe_open(file, framework="pt") as opened:
-            tensor.copy_(opened.get_tensor(stored))
+        with torch.no_grad():
+            if name in new:
+                fill_head(model, name, tensor, seed)
+                return
+            file, stored = places[name]
+            with safe_open(file, framework="pt") as opened:
+                tensor.copy_(opened.get_tensor(stored))
 
     model.initialize_parameter = initialize_parameter  # type: ignore[assignment]
+    model.new_parameters = new  # type: ignore[assignment]
     return model
 
 
@@ -165,15 +213,17 @@ def _damaged(file: Path, error: Exception) -> ModelError:
 
 
 @contextlib.contextmanager
-def _without_bars(progress: Any) -> Iterator[None]:
-    """Turn off transformers' progress bars within the context, because every rank would draw its own."""
-    was_enabled = progress.is_progress_bar_enabled()
-    progress.disable_progress_bar()
+def _quiet(output: Any) -> Iterator[None]:
+    """Turn off transformers' bars and warnings within the context: every rank would print its own."""
+    had_bars, verbosity = output.is_progress_bar_enabled(), output.get_verbosity()
+    output.disable_progress_bar()
+    output.set_verbosity_error()
     try:
         yield
     finally:
-        if was_enabled:
-            progress.enable_progress_bar()
+        output.set_verbosity(verbosity)
+        if had_bars:
+            output.enable_progress_bar()
 
 
 def _change_config(config: Any, changes: Mapping[str, Any]) -> None:
@@ -185,4 +235,6 @@ def _change_config(config: Any, changes: Mapping[str, Any]) -> None:
                 possible=", ".join(names),
                 change=f"correct or remove {name!r}",
             )
+        if name == "id2label":
+            value = {int(number): label for number, label in value.items()}
         setattr(config, name, value)

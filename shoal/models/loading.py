@@ -37,8 +37,9 @@ def build(
     ==========================  ==========================================  ==============================
     `llama3-8b`                 a `Transformer` with a preset's shape       fields of `TransformerConfig`
     `package.module:function`   the module that your function returns       its keyword arguments
-    `hf:PATH`                   Hugging Face's causal model for a folder    entries of its configuration
-                                with `config.json`, or for such a file
+    `hf:PATH`                   Hugging Face's causal model or sequence     entries of its configuration
+                                classifier for a folder with
+                                `config.json`, or for such a file
     ==========================  ==========================================  ==============================
 
     A preset gives a model without the weights that training starts from: call its `initialize`. A Hugging

@@ -1,4 +1,4 @@
-"""The training loss of a language model."""
+"""The training loss of a language model, and of a classifier."""
 
 from __future__ import annotations
 
@@ -31,6 +31,8 @@ def next_token_loss(
 ) -> Tensor:
     """Return the mean cross-entropy in nats per token, in fp32 for any dtype of the logits.
 
+    A classifier has one target for each sample: its logits are `[batch, classes]`, and its targets `[batch]`.
+
     It does not include the auxiliary losses of experts: `Mixture` adds their gradients in backward.
 
     Args:
@@ -58,7 +60,7 @@ def next_token_loss(
         raise ModelError(
             f"logits of shape {tuple(logits.shape)} do not match targets of shape {tuple(targets.shape)}",
             possible=f"logits of shape {(*targets.shape, 'vocab')}",
-            change="return one row of logits for each input token",
+            change="return one row of logits for each target",
         )
     return cross_entropy(logits, targets)
 

@@ -6,6 +6,7 @@ Nouns: Span, Timeline, Breakdown. The recorder and the simulator write Timelines
 """
 
 from shoal.timeline.breakdown import Breakdown, RankBreakdown, explain
+from shoal.timeline.named_collectives import NamedCollective, named_collectives
 from shoal.timeline.parts import CollectiveFigures, Parts
 from shoal.timeline.span import Kind, Lane, Purpose, Span
 from shoal.timeline.timeline import Timeline
@@ -16,6 +17,7 @@ __all__ = [
     "CollectiveFigures",
     "Kind",
     "Lane",
+    "NamedCollective",
     "Parts",
     "Purpose",
     "RankBreakdown",
@@ -23,5 +25,6 @@ __all__ = [
     "Timeline",
     "chrome_trace",
     "explain",
+    "named_collectives",
     "write_chrome_trace",
 ]

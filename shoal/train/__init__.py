@@ -5,6 +5,7 @@ and the run it becomes). The command line calls `check` and `execute`; users wit
 own call the Trainer.
 """
 
+from shoal.train.classes import with_classes
 from shoal.train.config import (
     CheckpointConfig,
     OptimizerConfig,
@@ -58,4 +59,5 @@ __all__ = [
     "resolve",
     "save",
     "servers_of",
+    "with_classes",
 ]

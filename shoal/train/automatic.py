@@ -16,6 +16,7 @@ from shoal.parallel import require_layout
 from shoal.plan import Plan, SettledPlan
 from shoal.planner import choose
 from shoal.trace import trace
+from shoal.train.classes import require_data_parallel
 from shoal.train.config import TrainConfig
 from shoal.train.located import build_model
 from shoal.workload import Workload, transformer_shape
@@ -74,6 +75,7 @@ def choose_plan(config: TrainConfig, ranks: int, cluster: Cluster | None) -> Res
     passed_over = []
     for candidate in choice.candidates:
         try:
+            require_data_parallel(config, candidate.plan)
             require_layout(model, candidate.plan, config.sequence)
         except UserError as error:
             passed_over.append(PassedOver(candidate.plan, error.given))
@@ -92,11 +94,12 @@ def workload_of_config(config: TrainConfig, model: nn.Module, cluster: Cluster) 
         shape = transformer_shape(model.config.model_dump(), config.model).replace(seq=config.sequence)
         return workload_on(cluster, shape)
     tokens = torch.zeros(1, config.sequence, dtype=torch.long)
+    targets = tokens[:, 0] if config.data.label else tokens
     try:
         return trace(
             model.train(),
             tokens,
-            lambda output: next_token_loss(output, tokens),
+            lambda output: next_token_loss(output, targets),
             precision=max(("fp32", "bf16"), key=lambda name: cluster.device.peak.get(name, 0.0)),
             device="cuda" if torch.cuda.is_available() and not cluster.cores else "cpu",
         )

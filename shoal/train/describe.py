@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.models import Transformer
+from shoal.models import Transformer, new_parameters
 from shoal.train.automatic import PassedOver
 from shoal.train.job import Job
 from shoal.train.run_record import describe_device, describe_versions
 
-__all__ = ["describe", "passed_over_text", "since_step"]
+__all__ = ["describe", "new_parameters_text", "passed_over_text", "since_step"]
 
 
 def since_step(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> int | None:
@@ -33,6 +33,16 @@ def passed_over_text(passed_over: Sequence[PassedOver]) -> str:
     if len(passed_over) > len(first):
         lines.append(f"\n{len(passed_over) - len(first)} others for the same reasons; run.json has all")
     return "".join(lines)
+
+
+def new_parameters_text(described: Mapping[str, Any]) -> str:
+    """Return a line on the parameters that the model's folder lacks; empty if it lacks none."""
+    names = described["new_parameters"]
+    if not names:
+        return ""
+    return (
+        f"\nnew values for {', '.join(names)}: the weights of {described['config']['model']} do not have them"
+    )
 
 
 def describe(job: Job, model: nn.Module, device: torch.device, loss_unit: str) -> dict[str, Any]:
@@ -63,4 +73,5 @@ def describe(job: Job, model: nn.Module, device: torch.device, loss_unit: str) -
         "tokens_per_step": job.config.batch * job.config.sequence,
         "loss_unit": loss_unit,
         "versions": describe_versions(),
+        "new_parameters": list(new_parameters(model)),
     }

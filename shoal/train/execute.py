@@ -18,7 +18,7 @@ from shoal.checkpoint import (
     ProcessGroupCoordinator,
     SingleProcess,
 )
-from shoal.data import Corpus, prepare
+from shoal.data import Corpus
 from shoal.errors import (
     CheckpointError,
     ConfigError,
@@ -37,11 +37,12 @@ from shoal.record import (
     open_recorder,
 )
 from shoal.run import Decision, Run, write_decision
+from shoal.train.classes import prepared
 from shoal.train.compiling import Compiling
 from shoal.train.config import describe_config
-from shoal.train.describe import describe, passed_over_text, since_step
+from shoal.train.describe import describe, new_parameters_text, passed_over_text, since_step
 from shoal.train.first_weights import begin_from
-from shoal.train.held_out import HeldOut, next_token_accuracy
+from shoal.train.held_out import HeldOut, accuracy
 from shoal.train.job import Job, nothing_left_to_do
 from shoal.train.live import LiveLine, summary
 from shoal.train.located import first_model
@@ -143,8 +144,8 @@ class _Execution:
 
         corpus = self._prepare_data()
         model = first_model(self._config, device)
-        loss_unit = "nats a byte" if corpus.tokenizer.name == "bytes" else "nats a token"
-        self._described = describe(job, model, device, loss_unit)
+        unit = "text" if corpus.labels else "byte" if corpus.tokenizer.name == "bytes" else "token"
+        self._described = describe(job, model, device, f"nats a {unit}")
         if self._is_first and not job.goes_on:
             Run.create(job.path, self._described)
         if role is not None:
@@ -170,7 +171,7 @@ class _Execution:
             on_step=self._take_result,
             on_save=self._upload,
             on_decision=self._take_decision,
-            held_out=HeldOut(self._validation, functions={"accuracy": next_token_accuracy}),
+            held_out=HeldOut(self._validation, functions={"accuracy": accuracy}),
             servers=self._servers,
         )
         self._workers = self._trainer.workers
@@ -290,9 +291,11 @@ class _Execution:
         if not workers.leads:
             return
         if step == last or is_due(before, step, self._config.validation.every):
-            loss = self._trainer.validate(self._validation, self._config.validation.samples)
-            self._loggers.log(step, {"validation_loss": loss})
-            self._say(f"step {step}/{last}  validation loss {loss:.3f}")
+            functions = {"accuracy": accuracy} if self._config.data.label else {}
+            values = self._trainer.evaluate(self._validation, self._config.validation.samples, functions)
+            self._loggers.log(step, {f"validation_{name}": value for name, value in values.items()})
+            told = ", ".join(f"{name} {value:.3f}" for name, value in values.items())
+            self._say(f"step {step}/{last}  validation {told}")
         if step == last:
             self._saving.save_at_end()
         else:
@@ -338,6 +341,7 @@ class _Execution:
             f"{format_count(model['parameters'])} parameters on {self._job.plan.ranks} "
             f"{device['type']} rank{'s' if self._job.plan.ranks > 1 else ''}, Plan {self._plan}\n"
             f"{describe_config(self._config)}{passed_over_text(self._job.passed_over)}"
+            f"{'' if self._job.goes_on else new_parameters_text(self._described)}"
         )
 
     @property
@@ -348,11 +352,11 @@ class _Execution:
     def _prepare_data(self) -> Corpus:
         """Tokenize once per host: the first rank there does it, the others find it done."""
         if self._world.local_rank == 0:
-            prepare(self._config.data)
+            prepared(self._config)
         self._meet()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the first call has given them already
-            return prepare(self._config.data)
+            return prepared(self._config)
 
     def _open_recorder(self, device: torch.device) -> Recorder:
         if not self._config.record.timeline:

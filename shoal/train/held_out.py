@@ -14,7 +14,7 @@ from shoal.data import Loader, Samples, all_targets_count, as_samples, fetch, ke
 from shoal.models import logits_of
 from shoal.train.evaluate import Evaluation, Evaluator
 
-__all__ = ["HeldOut", "next_token_accuracy", "values_on"]
+__all__ = ["HeldOut", "accuracy", "values_on"]
 
 _COUNT = 64
 """Samples on which a trial compares, if nobody says how many."""
@@ -67,12 +67,12 @@ def _following(loader: Loader[Any], position: int) -> Samples[Any]:
     return _Chosen(loader.samples, loader.indices(position, count), loader.seed)
 
 
-def next_token_accuracy(output: Any, targets: Any) -> torch.Tensor:
-    """Return the share of targets that are the most likely token; those that are -100 do not count.
+def accuracy(output: Any, targets: Any) -> torch.Tensor:
+    """Return the share of targets that are the most likely token, or class; those that are -100 do not count.
 
     Args:
-        output: Logits `[batch, seq, vocab]`, or an output that has them.
-        targets: Tokens `[batch, seq]`.
+        output: Logits `[batch, seq, vocab]` or `[batch, classes]`, or an output that has them.
+        targets: Tokens `[batch, seq]`, or classes `[batch]`.
     """
     counted = targets != -100
     hits: torch.Tensor = (logits_of(output).argmax(-1) == targets)[counted]

@@ -12,7 +12,7 @@ import torch
 
 from shoal.checkpoint import SingleProcess, Store, checkpoints, newest_verified, step_of
 from shoal.cluster import Cluster
-from shoal.data import Corpus, prepare
+from shoal.data import Corpus
 from shoal.errors import ConfigError, ModelError, RunError
 from shoal.models import Transformer
 from shoal.parallel import require_layout, require_trainable
@@ -21,6 +21,7 @@ from shoal.record import TensorBoardLogger
 from shoal.run import Run, default_path
 from shoal.simulate import recorded_cluster
 from shoal.train.automatic import AUTOMATIC, PassedOver, Resolved, choose_plan
+from shoal.train.classes import prepared, require_classes, require_data_parallel
 from shoal.train.config import TrainConfig
 from shoal.train.first_weights import require_weights
 from shoal.train.located import shape_of
@@ -278,7 +279,8 @@ def check(job: Job) -> Corpus:
     """
     config = job.config
     _require_steps_to_make(job)
-    corpus = prepare(config.data)
+    require_data_parallel(config, job.plan)
+    corpus = prepared(config)
     for split in ("train", "validation"):
         corpus.samples(split, config.sequence)
     if config.record.tensorboard:
@@ -286,6 +288,7 @@ def check(job: Job) -> Corpus:
     if config.checkpoint.store:
         Store(config.checkpoint.store)
     model = shape_of(config)
+    require_classes(config, model)
     require_trainable(model)
     if config.init and (job.resume is None or not checkpoints(job.resume.run.checkpoints)):
         require_weights(config.init, model)

@@ -96,7 +96,10 @@ def summary(run: Run, saves: str = "") -> str:
         lines.append(f"saves       {saves}")
     if validated:
         loss, unit = validated[-1]["validation_loss"], described["loss_unit"]
-        lines.append(f"validation  {loss:.3f} {unit}")
+        accuracy = validated[-1].get("validation_accuracy")
+        lines.append(
+            f"validation  {loss:.3f} {unit}" + (f", accuracy {accuracy:.3f}" if accuracy is not None else "")
+        )
     timeline = measured_timeline(run)
     if timeline.steps():
         parts = explain(timeline).parts
@@ -106,5 +109,7 @@ def summary(run: Run, saves: str = "") -> str:
             if (share := part / parts.wall) >= 0.005
         ]
         lines.append(f"step        {format_seconds(parts.wall)}: {', '.join(shares)}")
-    lines.append(f"next        shoal report {run.path}    shoal sample {run.path} --prompt 'def '")
+    is_classifier = bool(described.get("config", {}).get("data", {}).get("label"))
+    then = f"shoal export {run.path} DIR" if is_classifier else f"shoal sample {run.path} --prompt 'def '"
+    lines.append(f"next        shoal report {run.path}    {then}")
     return "\n".join(lines)

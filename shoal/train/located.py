@@ -44,6 +44,7 @@ def located(config: TrainConfig, before: Mapping[str, Any] | None = None) -> Tra
                 update={
                     "source": sources[0] if isinstance(data.source, str) else sources,
                     "tokenizer": _absolute(data.tokenizer),
+                    "validation": _absolute(data.validation),
                     "cache": None if data.cache is None else data.cache.absolute(),
                 }
             ),

@@ -29,7 +29,7 @@ from shoal.train.config import OptimizerConfig
 from shoal.train.curvature import Curvature
 from shoal.train.evaluate import Evaluation, Evaluator
 from shoal.train.guide import guide_of
-from shoal.train.held_out import HeldOut, next_token_accuracy, values_on
+from shoal.train.held_out import HeldOut, accuracy, values_on
 from shoal.train.learning_rate import RateCourse, Schedule
 from shoal.train.listeners import Listeners
 from shoal.train.micro_batch import Counted, Loss, Reader
@@ -207,7 +207,7 @@ class Trainer:
         self._explainer = Explainer(self.parallel, self._loader, names, microbatch)
         self._evaluator = Evaluator(self.parallel, self._reader, self._recorder, seed, microbatch)
         is_own = isinstance(model, Transformer) and self._reader.is_default_loss
-        tasks = {"accuracy": next_token_accuracy} if is_own else {}
+        tasks = {"accuracy": accuracy} if is_own else {}
         self._guide = guide_of(
             self.optimizer,
             self._stepping,

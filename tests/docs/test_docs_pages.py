@@ -27,8 +27,8 @@ def name(path):
 
 def parts_of(example):
     """What pages include of an example: all of it, or the parts that it names."""
-    if "__pycache__" in example.parts:
-        return []
+    if "__pycache__" in example.parts or (example.parent / "README.md").is_file():
+        return []  # a folder with a README of its own explains itself
     titles = re.findall(r"^# part: (.+)$", example.read_text(), re.MULTILINE)
     return [f"{name(example)}: {title}" for title in titles] or [name(example)]
 

@@ -1,0 +1,227 @@
+"""Reads files of rows: .jsonl, .csv, .tsv and .parquet.
+
+The first line of a .csv or .tsv file names its columns. A .csv file is as RFC 4180 says: quotes may surround
+a value, which may then hold commas, quotes and line ends. A .tsv file has no quotes: a tab ends each value.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.data.sources import SourceFile
+from shoal.errors import DataError, MissingExtraError, nearest
+
+__all__ = ["SUFFIXES", "Row", "holds_rows", "naming", "read_conversations", "read_rows"]
+
+_LONGEST_VALUE = 1 << 30
+"""Characters of a value in a .csv file; the default of the module `csv` would refuse long texts."""
+
+_Rows = Iterator[tuple[int, Mapping[str, Any]]]
+"""Numbers of rows, and the values of each by column."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One row of a file.
+
+    Attributes:
+        place: Place of the row, such as "line 3 of 'a.csv'".
+        number: Number of its line, or in .parquet of the row, from 1.
+        text: Its text.
+        label: Value of its label; None if there is none.
+    """
+
+    place: str
+    number: int
+    text: str
+    label: Any
+
+
+def holds_rows(file: SourceFile) -> bool:
+    """Return whether this is a file of rows, to read with `read_rows`."""
+    return file.path.suffix in SUFFIXES
+
+
+def read_rows(file: SourceFile, field: str, label: str = "") -> Iterator[Row]:
+    """Yield the rows of a file.
+
+    Args:
+        file: The file, of which `holds_rows` is true.
+        field: The column, or the field of a .jsonl line, that holds the text.
+        label: The column that holds the label; "" for rows without labels.
+
+    Raises:
+        DataError: The file cannot be read, or a row has no such column, or no text.
+        MissingExtraError: Parquet needs the package `pyarrow`.
+    """
+    wanted = [field, label] if label else [field]
+    for place, number, values in _read(file.path, wanted, text=field):
+        text = values.get(field)
+        if not isinstance(text, str):
+            texts = [name for name, value in values.items() if isinstance(value, str)]
+            raise _no_text_in_field(place, field, texts)
+        if label and label not in values:
+            raise _no_column(place, label, list(values), "label")
+        yield Row(place, number, text, values.get(label))
+
+
+def read_conversations(file: SourceFile, field: str) -> Iterator[tuple[str, int, Any]]:
+    """Yield the messages of each row of a file, with its place and its number; see `Row`.
+
+    Args:
+        file: The file, of which `holds_rows` is true.
+        field: The column, or the field of a .jsonl line, that holds the messages.
+
+    Raises:
+        DataError: The file cannot be read, or a row has no such column.
+        MissingExtraError: Parquet needs the package `pyarrow`.
+    """
+    for place, number, values in _read(file.path, [field]):
+        if field not in values:
+            raise _no_column(place, field, list(values), "messages")
+        yield place, number, values[field]
+
+
+def _read(path: Path, wanted: Sequence[str], text: str = "") -> Iterator[tuple[str, int, Mapping[str, Any]]]:
+    """Yield the place, the number and the values of each row; `text` is the column that must hold texts."""
+    in_parquet = path.suffix == ".parquet"
+    rows = _read_parquet(path, wanted, text) if in_parquet else _READERS[path.suffix](path)
+    unit = "row" if in_parquet else "line"
+    return ((f"{unit} {number} of {str(path)!r}", number, values) for number, values in rows)
+
+
+def _read_jsonl(path: Path) -> _Rows:
+    with naming(path), open(path, "rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line.decode("utf-8-sig", errors="replace"))
+            except ValueError as error:
+                raise DataError(
+                    f"line {number} of {str(path)!r} is not JSON: {error}",
+                    possible="one JSON object a line",
+                    change="correct the line, or name the file .txt to read it as text",
+                ) from error
+            yield number, row if isinstance(row, dict) else {}
+
+
+def _read_csv(path: Path) -> _Rows:
+    csv.field_size_limit(_LONGEST_VALUE)
+    with naming(path), open(path, encoding="utf-8-sig", errors="replace", newline="") as file:
+        reader = csv.reader(file, strict=True)
+        lines = ((reader.line_num, values) for values in reader)
+        try:
+            yield from _by_column(path, lines)
+        except csv.Error as error:
+            raise DataError(
+                f"line {reader.line_num} of {str(path)!r} is not CSV: {error}",
+                possible='values with commas between them; "a ""quoted"" value" with double quotes around it',
+                change="correct the line, or write the file again",
+            ) from error
+
+
+def _read_tsv(path: Path) -> _Rows:
+    with naming(path), open(path, encoding="utf-8-sig", errors="replace", newline="\n") as file:
+        lines = ((number, line.rstrip("\r\n")) for number, line in enumerate(file, start=1))
+        yield from _by_column(path, ((number, line.split("\t") if line else []) for number, line in lines))
+
+
+def _by_column(path: Path, lines: Iterator[tuple[int, list[str]]]) -> _Rows:
+    """Yield each line's values by the columns that the first line names."""
+    names: list[str] | None = None
+    for number, values in lines:
+        if not values:
+            continue
+        if names is None:
+            names = values
+        elif len(values) != len(names):
+            raise DataError(
+                f"line {number} of {str(path)!r} has {len(values)} columns",
+                possible=f"{len(names)} columns, which its first line names: {', '.join(names)}",
+                change="correct the line, or write the file again",
+            )
+        else:
+            yield number, dict(zip(names, values, strict=True))
+
+
+def _read_parquet(path: Path, wanted: Sequence[str], text: str) -> _Rows:
+    """Yield the wanted columns of each row; if only a text is wanted, rows where it is null are left out."""
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError as error:
+        raise MissingExtraError("reading parquet", package="pyarrow", extra="parquet") from error
+    row = 0
+    with naming(path):
+        try:
+            with pyarrow.parquet.ParquetFile(path) as file:
+                types, columns = pyarrow.types, file.schema_arrow
+                texts = [
+                    one.name
+                    for one in columns
+                    if types.is_string(one.type) or types.is_large_string(one.type)
+                ]
+                if text and text not in texts:
+                    raise _no_text_in_field(repr(str(path)), text, texts)
+                for name in wanted:
+                    if name not in columns.names:
+                        raise _no_column(
+                            repr(str(path)), name, columns.names, "label" if text else "messages"
+                        )
+                for batch in file.iter_batches(batch_size=1024, columns=list(dict.fromkeys(wanted))):
+                    for values in batch.to_pylist():
+                        row += 1
+                        if len(wanted) > 1 or not text or values[text] is not None:
+                            yield row, values
+        except pyarrow.ArrowException as error:
+            raise DataError(
+                f"{str(path)!r} cannot be read as parquet: {error}",
+                possible="a parquet file",
+                change="write the file again, or give another",
+            ) from error
+
+
+_READERS: Mapping[str, Callable[[Path], _Rows]] = {
+    ".jsonl": _read_jsonl,
+    ".csv": _read_csv,
+    ".tsv": _read_tsv,
+}
+
+SUFFIXES = (*_READERS, ".parquet")
+"""The suffixes of files of rows."""
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Turn an error of the operating system about `path` into a DataError that names the path."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"the data file {str(path)!r} cannot be read: {error.strerror or error}",
+            possible="a file that this user may read",
+            change="correct its permissions, or give another file",
+        ) from error
+
+
+def _no_text_in_field(where: str, field: str, texts: list[str]) -> DataError:
+    return DataError(
+        f"{where} has no text in the field {field!r}{nearest(field, texts)}",
+        possible="fields that hold text: " + (", ".join(texts) or "none here"),
+        change="name the field in data.field",
+    )
+
+
+def _no_column(where: str, name: str, names: list[str], key: str) -> DataError:
+    return DataError(
+        f"{where} has no column {name!r}{nearest(name, names)}",
+        possible="the columns there: " + (", ".join(names) or "none"),
+        change=f"name the column in data.{key}",
+    )
