@@ -5,7 +5,7 @@
 Four workers train a small model, one process each. A worker's loss waits for the time of a share, as a host
 waits for its device, so that this machine's cores are not the limit. Measured first, with one worker each:
 the seconds of a share, and of an exchange with a server. From these `shoal.simulate.course_of` predicts the
-shares a second of every way of exchange. Ways are measured in turns; prints Markdown.
+shares a second of every way of exchange. All are measured in turns; prints Markdown.
 
 Then all workers are equally fast, and one is lost: it is killed, and begins anew after some seconds. Servers
 go on with the others. Without servers all need it: there it is stopped for these seconds, which is less than
@@ -178,19 +178,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--absent", type=float, default=3.0, help="seconds that worker 0 is lost; default 3")
     options = parser.parse_args(arguments)
     alone = partial(measured, speeds=[SHARE], steps=options.steps)
-    share = 1 / alone("dp=1")
-    exchange = 1 / alone("dp=1,exchange=server") - share
-    average = WORKERS / measured("dp=4", [SHARE] * WORKERS, options.steps) - share
-    extra = share - SHARE
     slow, equal = [SHARE * options.slower, *[SHARE] * (WORKERS - 1)], [SHARE] * WORKERS
     # Long enough that the others have not ended when the lost worker comes back.
     longer = max(options.steps, math.ceil(2 * (LOST + options.absent) / SHARE))
+    costs: list[tuple[float, float, float]] = []
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     lost: dict[str, list[float]] = {way: [] for way in WAYS}
     for turn in range(options.rounds):
+        own = 1 / alone("dp=1")
+        served, together = 1 / alone("dp=1,exchange=server"), WORKERS / measured("dp=4", equal, options.steps)
+        costs.append((own, served - own, together - own))
         for way in WAYS if turn % 2 == 0 else reversed(WAYS):
             found[way].append(measured(WAYS[way], slow, options.steps))
             lost[way].append(measured(WAYS[way], equal, longer, options.absent))
+    share, exchange, average = (median(each) for each in zip(*costs, strict=True))
+    extra = share - SHARE
     print(
         f"{describe()}\n\nA share takes {share * 1e3:.1f} ms, an exchange with a server "
         f"{exchange * 1e3:.1f} ms, an average {average * 1e3:.1f} ms. {WORKERS} workers, one of which takes "
