@@ -165,6 +165,7 @@ class _Execution:
             on_decision=self._take_decision,
             held_out=HeldOut(self._validation, functions={"accuracy": next_token_accuracy}),
             servers=self._servers,
+            offload_folder=Path(self._config.offload_folder) if self._config.offload_folder else job.path,
         )
         self._workers = self._trainer.workers
         # These must stay unchanged when the run goes on, so that each sample is seen once an epoch.

@@ -14,6 +14,7 @@ from shoal.models import Transformer, find_factory
 from shoal.parallel import (
     GuidedUpdates,
     LocalUpdates,
+    OffloadedOptimizer,
     Owned,
     Parallel,
     TensorLayout,
@@ -62,12 +63,21 @@ def build_optimizer(
         ConfigError: The factory raised, or did not return an optimizer.
         LayoutError: The optimizer needs whole parameters, and the Plan cuts them by tp or ep.
     """
+    is_whole = config.whole or (factory is None and config.name in _OF_WHOLE_PARAMETERS)
     called = config.name if factory is None else getattr(factory, "__name__", repr(factory))
     arguments = {"lr": scaled_peak(config, batch), **config.options}
     if factory is None and config.name == "adamw":
         arguments = {**_of_adamw(config), **arguments}
     make = _find(config, factory)
-    if config.whole or (factory is None and config.name in _OF_WHOLE_PARAMETERS):
+    if parallel.storage is not None:
+        if is_whole:
+            raise ConfigError(
+                f"the Plan {parallel.plan} was given with the optimizer {called}, which needs whole parameters",
+                possible="with offload, optimizers that change each element by itself, such as adamw or lion",
+                change="leave out offload, or choose another optimizer",
+            )
+        make = partial(OffloadedOptimizer, parallel, make=make)
+    if is_whole:
         make = partial(WholeParameters, parallel, make=make)
     try:
         if factory is None and config.name == "muon":

@@ -87,6 +87,7 @@ class Trainer:
         synchronise_buffers: Whether buffers that steps change are averaged over the ranks after each.
         servers: The parameter servers of the Plan. The ranks are then those of one worker.
         run: A directory for a Run that `shoal report` explains; a recorder of its own comes with it.
+        offload_folder: Folder for the files of a Plan with `offload`; by default `run`.
         held_out: With exchange=auto, what trials compare on. By default the loss of the samples that come
             next, and for Shoal's own models next-token accuracy.
         on_step: Called with each step's result; `on_validation` with the steps made and the values of each
@@ -133,6 +134,7 @@ class Trainer:
         on_save: Callable[[Path], object] | None = None,
         on_decision: Callable[[Decision], object] | None = None,
         held_out: HeldOut | None = None,
+        offload_folder: Path | str | None = None,
     ) -> None:
         samples = as_samples(data)
         plan = Plan.parse(plan) if isinstance(plan, str) else plan
@@ -166,6 +168,7 @@ class Trainer:
             seed=seed,
             device=self._device,
             recorder=self._recorder,
+            offload_folder=run if offload_folder is None else offload_folder,
         )
         if self.parallel.plan.compile == "blocks":
             self._reader.compile_loss(compiled)
