@@ -19,8 +19,8 @@ from shoal.parallel.axes import Axes
 from shoal.parallel.context.positions import local_sequence, residual_positions
 from shoal.parallel.data.strategy import Strategy, in_all
 from shoal.parallel.layout import Cut
-from shoal.parallel.offload.storage import Storage
 from shoal.parallel.micro_batches import own_rows, run_one_by_one
+from shoal.parallel.offload.storage import Storage
 from shoal.parallel.optimizer.norm import GradientNorm, limit_gradients, measure_gradient
 from shoal.parallel.optimizer.optimizers import follow_optimizers
 from shoal.parallel.owned import fixed_parameters

@@ -72,8 +72,8 @@ def build_optimizer(
     if parallel.storage is not None:
         if is_whole:
             raise ConfigError(
-                f"the Plan {parallel.plan} was given with the optimizer {called}, which needs whole parameters",
-                possible="with offload, optimizers that change each element by itself, such as adamw or lion",
+                f"offload={parallel.plan.offload} was given with {called}, which needs whole parameters",
+                possible="with offload, optimizers that change each element by itself, such as adamw",
                 change="leave out offload, or choose another optimizer",
             )
         make = partial(OffloadedOptimizer, parallel, make=make)

@@ -25,7 +25,17 @@ from torch import nn
 
 from shoal.checkpoint import Coordinator, Piece, Region, TensorRecord, dtype_named
 from shoal.errors import CheckpointError
-from shoal.parallel import Axis, Composed, Frozen, OffloadedOptimizer, OuterState, Owned, Parallel, local_part, parts_of
+from shoal.parallel import (
+    Axis,
+    Composed,
+    Frozen,
+    OffloadedOptimizer,
+    OuterState,
+    Owned,
+    Parallel,
+    local_part,
+    parts_of,
+)
 
 __all__ = [
     "ToLoad",
@@ -170,9 +180,7 @@ def _add_state(
                 wanted.after.append(partial(_as_number, state, key))
 
 
-def _place_of(
-    optimizer: torch.optim.Optimizer, owned: Owned, key: str, dtype: torch.dtype
-) -> torch.Tensor:
+def _place_of(optimizer: torch.optim.Optimizer, owned: Owned, key: str, dtype: torch.dtype) -> torch.Tensor:
     """Return the memory for a state that is kept for each element."""
     if isinstance(optimizer, OffloadedOptimizer):
         return optimizer.place_of(owned.parameter, key, dtype)

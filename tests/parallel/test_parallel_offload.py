@@ -1,5 +1,6 @@
 """State in files: trainings have the bits of those that keep it in memory, and no file is left."""
 
+import itertools
 import resource
 
 import pytest
@@ -87,9 +88,7 @@ def test_any_optimizer_that_changes_each_element_by_itself_can_have_its_state_in
 @pytest.mark.parametrize("step", [1, 3])
 def test_a_step_that_is_not_finite_changes_nothing_in_files(tmp_path, step):
     plan = "dp=1,shard=zero3"
-    results = [
-        trained(text, tmp_path, loss=InfiniteOnce(step)) for text in (plan, f"{plan},{ALL}")
-    ]
+    results = [trained(text, tmp_path, loss=InfiniteOnce(step)) for text in (plan, f"{plan},{ALL}")]
     assert str(results[0][0]) == str(results[1][0])  # NaN is not equal to itself
     for name, value in results[0][1].items():
         assert torch.equal(results[1][1][name], value), name
@@ -134,12 +133,12 @@ def test_blocks_hold_each_element_once_and_cut_where_vectors_end(shapes, blocks)
                 assert part.first % ALIGNMENT == 0
                 places.append((first + part.at, first + part.at + part.stop - part.first))
                 held[id(part.owned)].append((part.first, part.stop))
-        assert all(stop <= start for (_, stop), (start, _) in zip(places, places[1:], strict=False))
+        assert all(stop <= start for (_, stop), (start, _) in itertools.pairwise(places))
     for owned in parallel.owned:
         ranges = held[id(owned)]
         assert ranges[0][0] == 0
         assert ranges[-1][1] == owned.local.numel()
-        assert all(stop == start for (_, stop), (start, _) in zip(ranges, ranges[1:], strict=False))
+        assert all(stop == start for (_, stop), (start, _) in itertools.pairwise(ranges))
 
 
 def test_a_segment_s_tensor_and_its_ranges_show_the_same_values(tmp_path):
@@ -198,8 +197,9 @@ def test_what_cannot_be_offloaded_is_refused(tmp_path):
     said = refusal(f"dp=1,{STATE}", tmp_path, name="offload_stand_ins:whole_factory")
     assert "by itself" in said
     assert "without a folder" in refusal(f"dp=1,{STATE}", None)
+    parallel = parallelize(torch.nn.Linear(2, 2), "dp=1")
     with pytest.raises(LayoutError, match="stays here"):
-        OffloadedOptimizer(parallelize(torch.nn.Linear(2, 2), "dp=1"), [], torch.optim.AdamW)
+        OffloadedOptimizer(parallel, parallel.parameters(), torch.optim.AdamW)
 
 
 def test_a_folder_without_space_or_permission_is_named(tmp_path):

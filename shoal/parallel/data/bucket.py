@@ -178,7 +178,8 @@ class Bucket:
             if owned.gradient is not None and owned.stored is not None:
                 part.copy_(owned.gradient)
                 owned.give(view)
-                noted.append((owned.stored, part, view))
+                if owned.family.tied_ranks is None:  # otherwise another stage's gradient is still to be added
+                    noted.append((owned.stored, part, view))
         note_norms(noted)
         self._shard.write_gradients(staged)
 

@@ -1,7 +1,8 @@
 """The blocks in which an optimizer passes over the parameters of a rank.
 
-A rank's parameters lie one after another in packs: those of each stored shard, and all others. A pack is cut into blocks of equal size, so that a large parameter lies in several. A part of a parameter
-begins at a multiple of 16 elements, so that vectorised kernels treat its elements as in the whole parameter.
+A rank's parameters lie one after another in packs: those of each stored shard, and all others. A pack is cut
+into blocks of equal size, so that a large parameter lies in several. A part of a parameter begins at a
+multiple of 16 elements, so that vectorised kernels treat its elements as in the whole parameter.
 """
 
 from __future__ import annotations

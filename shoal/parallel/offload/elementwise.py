@@ -56,9 +56,11 @@ def _trained(
     for _ in range(_STEPS):
         gradient = torch.randn(shape, generator=generator)
         for index, parameter in enumerate(held):
-            parameter.grad = gradient if parts == 1 else gradient.view(-1).split(
-                [_CUT, value.numel() - _CUT]
-            )[index].clone()
+            parameter.grad = (
+                gradient
+                if parts == 1
+                else gradient.view(-1).split([_CUT, value.numel() - _CUT])[index].clone()
+            )
         for parameter in held:
             optimizer.param_groups[0]["params"] = [parameter]
             optimizer.step()

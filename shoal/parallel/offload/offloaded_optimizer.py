@@ -71,7 +71,7 @@ class OffloadedOptimizer(Composed):
         super().__init__(params, dict(options))
         if parallel.storage is None:
             raise LayoutError(
-                f"OffloadedOptimizer was given a model under the Plan {parallel.plan}, whose state stays here",
+                f"OffloadedOptimizer was given the Plan {parallel.plan}, under which all state stays here",
                 possible="a Plan with offload=optimizer:file, or on GPUs optimizer:host",
                 change="add offload to the Plan, or use the optimizer itself",
             )
@@ -83,7 +83,7 @@ class OffloadedOptimizer(Composed):
         self._states = element_states(make, settings, options)
         if not self._states and storage.tiers.optimizer != "device" and len(storage.tiers.moved) == 1:
             raise ConfigError(
-                f"{getattr(make, '__name__', make)} keeps no state, and offload={storage.tiers} moves nothing",
+                f"offload={storage.tiers} was given, and {getattr(make, '__name__', make)} keeps no state",
                 possible="optimizers with state, such as adamw, lion, or sgd with momentum",
                 change="leave out offload, or set optimizer.options={momentum=0.9} for sgd",
             )
@@ -100,9 +100,7 @@ class OffloadedOptimizer(Composed):
         self._is_on_cpu = parallel.device.type == "cpu"
         self._shown: dict[nn.Parameter, dict[str, torch.Tensor]] = {}
         chosen = self._chosen(parallel)
-        self._blocks = [
-            found for pack in packs_of(chosen) for found in self._blocks_of(pack, storage, block)
-        ]
+        self._blocks = [found for pack in packs_of(chosen) for found in self._blocks_of(pack, storage, block)]
         dtypes = {**self._states, _VALUE: torch.float32, _GRADIENT: torch.float32}
         passing = {name for each in self._blocks for name in each.arrays}
         if not self._is_on_cpu:
@@ -156,8 +154,9 @@ class OffloadedOptimizer(Composed):
 
     def take(self) -> None:
         """See `Composed.take`."""
-        for parameter, state in self.state.items():
-            for key, mapped in self._shown[parameter].items():
+        for parameter, shown in self._shown.items():
+            state = self.state.get(parameter, {})
+            for key, mapped in shown.items():
                 if key in state and state[key] is not mapped:
                     local_part(mapped).copy_(local_part(state[key]))
                     state[key] = mapped
@@ -182,9 +181,8 @@ class OffloadedOptimizer(Composed):
         for parameter in self._group_of:
             if parameter.requires_grad and parameter not in owned_of:
                 raise LayoutError(
-                    f"OffloadedOptimizer was given a parameter of shape {list(parameter.shape)} that the model "
-                    "does not have",
-                    possible="parameters() and named_parameters() of the object that shoal.parallelize returned",
+                    f"a parameter of shape {list(parameter.shape)} was given that the model does not have",
+                    possible="parameters() of the object that shoal.parallelize returned",
                     change="give these parameters",
                 )
         return [each for each in parallel.owned if each.parameter in self._group_of]

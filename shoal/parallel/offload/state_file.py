@@ -137,7 +137,7 @@ class Segment:
 
     def _move(self, action: str, first: int, buffer: torch.Tensor) -> None:
         move = os.preadv if action == "read" else os.pwritev
-        view = memoryview(buffer.view(torch.uint8).numpy())
+        view = buffer.view(torch.uint8).numpy().data
         start, done = self._start + first * self.dtype.itemsize, 0
         try:
             while done < len(view):
@@ -161,7 +161,8 @@ def aligned_buffer(elements: int, dtype: torch.dtype, *, pinned: bool = False) -
             it never is.
     """
     nbytes = -(-elements // GRANULE) * GRANULE * dtype.itemsize
-    memory = torch.empty(nbytes + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=pinned and torch.cuda.is_available())
+    pinned = pinned and torch.cuda.is_available()
+    memory = torch.empty(nbytes + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=pinned)
     offset = -memory.data_ptr() % mmap.PAGESIZE
     return memory[offset : offset + nbytes].view(dtype)
 

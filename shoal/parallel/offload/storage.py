@@ -1,4 +1,4 @@
-"""A rank's state outside of its device: its files, its page-locked memory, and the threads that move blocks."""
+"""A rank's state outside of its device: files, page-locked memory, and the threads that move blocks."""
 
 from __future__ import annotations
 
