@@ -9,6 +9,7 @@ from typing import Any, final
 
 import torch
 
+from shoal.collectives import return_freed_memory
 from shoal.errors import ConfigError, LayoutError
 from shoal.parallel.offload.state_file import Segment, StateFile, aligned_buffer
 from shoal.plan import Plan, Tiers
@@ -83,6 +84,8 @@ class Storage:
                 possible="a folder on a fast local disk, with space for the state of all ranks of this host",
                 change="give offload_folder",
             )
+        if tiers.has_files:
+            return_freed_memory()
         return cls(tiers, folder)
 
     def add(self, part: str, name: str, elements: int, dtype: torch.dtype) -> Segment | HostSegment:
