@@ -52,8 +52,8 @@ MODELLED = (
     "collectives.network",
     *("time.products", "time.attention", "time.passes", "time.compute"),
     *("time.block", "time.buckets", "time.crowding", "time.data_parallel", "time.joins"),
-    *("time.host", "time.step", "time.synchronisations"),
-    *("memory.activation_peaks", "memory.activations", "memory.memory", "memory.offload"),
+    *("time.host", "time.offload", "time.step", "time.synchronisations"),
+    *("memory.activation_peaks", "memory.activations", "memory.memory"),
     *("memory.peak_candidates", "memory.states"),
     *("outlook.goodput", "time.jitter", "outlook.long_run"),
 )

@@ -16,7 +16,7 @@ from shoal.plan.group import Group
 from shoal.plan.groups import FamilyGroups, Groups
 from shoal.plan.legal import VARIED, legal_plans
 from shoal.plan.mesh import Mesh
-from shoal.plan.offload import DEVICE, Tiers
+from shoal.plan.offload import BLOCK_ELEMENTS, BUFFERS, DEVICE, GRANULE, Tiers
 from shoal.plan.order import AXES, DEFAULT_ORDER
 from shoal.plan.plan import Plan, divisors, element_bytes, parse_settings
 from shoal.plan.settled import SettledPlan
@@ -26,6 +26,8 @@ from shoal.plan.shares import EQUAL, Shares
 __all__ = [
     "AXES",
     "BLOCK",
+    "BLOCK_ELEMENTS",
+    "BUFFERS",
     "CHOICES",
     "CHUNK",
     "DEFAULT_ORDER",
@@ -33,6 +35,7 @@ __all__ = [
     "DEVICE",
     "EQUAL",
     "FULLY_SHARDED",
+    "GRANULE",
     "SHARDINGS",
     "SYNCHRONOUS",
     "UNSHARDED",

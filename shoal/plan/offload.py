@@ -12,13 +12,13 @@ The optimizer reads and writes these block by block, so gradients and parameters
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shoal.errors import PlanError, nearest
 from shoal.plan.sharding import Sharding
 
-__all__ = ["DEVICE", "OFFLOADED", "PLACES", "Tiers"]
+__all__ = ["BLOCK_ELEMENTS", "BUFFERS", "DEVICE", "GRANULE", "OFFLOADED", "PLACES", "Tiers"]
 
 PLACES: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("host", "file"),
@@ -29,6 +29,15 @@ PLACES: Mapping[str, tuple[str, ...]] = {
 
 OFFLOADED = "none"
 """The text form if everything is on the device."""
+
+GRANULE = 4096
+"""Elements at whose multiples blocks begin: pages of 4 KiB, for elements of one byte or more."""
+
+BLOCK_ELEMENTS = 512 * GRANULE
+"""Elements of a block: 8 MiB of each array in fp32."""
+
+BUFFERS = 3
+"""Blocks in memory: one is read, one updated, one written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,6 +76,11 @@ class Tiers:
     def has_files(self) -> bool:
         """Whether a part is kept in files."""
         return "file" in self.moved.values()
+
+    @property
+    def of_cpu(self) -> Tiers:
+        """Return these places for a rank on a CPU, where the host's memory is the device's."""
+        return replace(self, optimizer="device") if self.optimizer == "host" else self
 
     def require(self, sharding: Sharding, exchange: str) -> Tiers:
         """Return these places, once it is checked that a Plan's sharding and exchange can have state there.

@@ -22,9 +22,9 @@ from shoal.errors import LayoutError, PlanError
 from shoal.parallel import OffloadedOptimizer, parallelize
 from shoal.parallel.layout import ALIGNMENT
 from shoal.parallel.offload.blocks import packs_of
-from shoal.parallel.offload.state_file import GRANULE, StateFile, aligned_buffer
+from shoal.parallel.offload.state_file import StateFile, aligned_buffer
 from shoal.parallel.offload.storage import Storage
-from shoal.plan import Plan, Tiers
+from shoal.plan import GRANULE, Plan, Tiers
 
 RESIDENT = ["dp=1", "dp=1,microbatch=2,precision=bf16", "dp=2,shard=zero1", "dp=2,shard=zero2,microbatch=2"]
 CUT = [

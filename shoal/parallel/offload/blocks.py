@@ -11,14 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shoal.parallel.layout import ALIGNMENT
-from shoal.parallel.offload.state_file import GRANULE
 from shoal.parallel.offload.stored_shard import StoredShard
 from shoal.parallel.owned import Owned
 
-__all__ = ["BLOCK_ELEMENTS", "Pack", "Part", "packs_of"]
-
-BLOCK_ELEMENTS = 512 * GRANULE
-"""Elements of a block: 8 MiB of each array in fp32."""
+__all__ = ["Pack", "Part", "packs_of"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.errors import CheckpointError, ConfigError, LayoutError
-from shoal.parallel.offload.blocks import BLOCK_ELEMENTS, Pack, Part, packs_of
+from shoal.parallel.offload.blocks import Pack, Part, packs_of
 from shoal.parallel.offload.elementwise import element_states
 from shoal.parallel.offload.state_file import Segment
 from shoal.parallel.offload.storage import HostSegment, Storage
@@ -25,6 +25,7 @@ from shoal.parallel.offload.stream import Block, Stream
 from shoal.parallel.optimizer.composed import Composed, OptimizerPart, copy_settings, loss_of, title_of
 from shoal.parallel.owned import Owned, like, local_part
 from shoal.parallel.parallel import Parallel
+from shoal.plan import BLOCK_ELEMENTS
 
 __all__ = ["OffloadedOptimizer"]
 

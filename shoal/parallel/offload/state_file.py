@@ -23,12 +23,10 @@ from typing import final
 import torch
 
 from shoal.errors import ConfigError, OffloadError
+from shoal.plan import GRANULE
 from shoal.units import format_bytes
 
-__all__ = ["GRANULE", "Segment", "StateFile", "aligned_buffer"]
-
-GRANULE = 4096
-"""Elements at whose multiples ranges begin: pages of 4 KiB, for elements of one byte or more."""
+__all__ = ["Segment", "StateFile", "aligned_buffer"]
 
 
 @final

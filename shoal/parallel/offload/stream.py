@@ -10,13 +10,11 @@ from typing import Generic, TypeVar, final
 
 import torch
 
-from shoal.parallel.offload.state_file import GRANULE, Segment, aligned_buffer
+from shoal.parallel.offload.state_file import Segment, aligned_buffer
 from shoal.parallel.offload.storage import Storage
+from shoal.plan import BUFFERS, GRANULE
 
-__all__ = ["BUFFERS", "Block", "Stream"]
-
-BUFFERS = 3
-"""Blocks in memory: one is read, one visited, one written."""
+__all__ = ["Block", "Stream"]
 
 _Of = TypeVar("_Of")
 _Buffers = Mapping[str, torch.Tensor]
