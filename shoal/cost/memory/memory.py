@@ -222,18 +222,23 @@ class Memories:
             "buckets": moment.buckets,
             "messages": rank.messages,
         }
-        if staged := self._staged(plan, rank.outline):
-            parts["staging"] = staged
+        name = moment.name
+        in_passes, in_update = self._staged(plan, rank.outline)
+        if in_update > moment.whole + in_passes:
+            name, in_passes = "optimizer", in_update
+            parts.update(dict.fromkeys(("activations", "working", "gathered", "buckets"), 0.0))
+        if in_passes:
+            parts["staging"] = in_passes
         if self.cluster is not None:
             parts["fragments"] = FRAGMENTS * sum(parts.values())
             parts["workspaces"] = 0.0 if self.cluster.cores else WORKSPACES
             parts["reserved"] = self.cluster.reserved
-        return RankMemory(rank.outline.index, moment.name, parts, sum(between), rank.kept, rank.tightness)
+        return RankMemory(rank.outline.index, name, parts, sum(between), rank.kept, rank.tightness)
 
-    def _staged(self, plan: SettledPlan, outline: Outline) -> float:
-        """Return the bytes of buffers between the device's memory and files; on GPUs the host has them."""
+    def _staged(self, plan: SettledPlan, outline: Outline) -> tuple[float, float]:
+        """Return the bytes of buffers in the passes and in the update; on GPUs the host has them."""
         if not plan.tiers.has_files or not (self.cluster is None or self.cluster.cores):
-            return 0.0
+            return 0.0, 0.0
         shards = plan.shards * plan.cp
         root = outline.ends.embedding + outline.ends.head
         largest = max([root, *(each.parameters for each in outline.stack.layers)])

@@ -123,23 +123,26 @@ def offload_of(
     )
 
 
-def staging_bytes(plan: Plan, owned: float, largest: float) -> float:
+def staging_bytes(plan: Plan, owned: float, largest: float) -> tuple[float, float]:
     """Return the bytes of the buffers through which state passes to and from files.
 
-    Three blocks of each array in files, while the optimizer steps. In the passes, a shard of parameters that
-    is read, and the gradients of up to three buckets that are written.
+    In forwards and backwards these are a shard of parameters that is read, and the gradients of up to three
+    buckets that are written; then, while the optimizer steps, three blocks of each array in files.
 
     Args:
         plan: The Plan.
         owned: Number of elements that the rank's optimizer owns.
         largest: Number of elements of the rank's largest shard of a bucket.
+
+    Returns:
+        The bytes in forwards and backwards, and those in the optimizer's step.
     """
     tiers = plan.tiers
     if not tiers.has_files:
-        return 0.0
+        return 0.0, 0.0
     reads, gradients = tiers.parameters == "file", tiers.gradients == "file"
     blocks = BUFFERS * (_MOMENTS + reads + gradients) * min(BLOCK_ELEMENTS, owned)
-    return _FP32 * (blocks + largest * (reads + 3 * gradients))
+    return _FP32 * largest * (reads + 3 * gradients), _FP32 * blocks
 
 
 def _link_rate(cluster: Cluster) -> float:

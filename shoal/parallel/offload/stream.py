@@ -47,17 +47,18 @@ class Stream(Generic[_Of]):
         storage: Has the threads that move them.
         dtypes: The arrays that pass, by name, with the types of their elements.
         capacity: Elements of the largest block.
-        pinned: Whether buffers are page-locked.
+        pinned: Whether buffers are page-locked; they are then kept, as that takes long. Others are there
+            during a visit alone.
     """
 
     def __init__(
         self, storage: Storage, dtypes: Mapping[str, torch.dtype], capacity: int, *, pinned: bool
     ) -> None:
         self._storage = storage
-        self._free: deque[_Buffers] = deque(
-            {name: aligned_buffer(capacity, dtype, pinned=pinned) for name, dtype in dtypes.items()}
-            for _ in range(BUFFERS)
-        )
+        self._dtypes = dtypes
+        self._capacity = capacity
+        self._pinned = pinned
+        self._free: deque[_Buffers] = deque()
 
     def visit(self, blocks: Iterable[Block[_Of]], change: Callable[[_Of, _Buffers], None]) -> None:
         """Read each block, let `change` change it, and write what it changes; return once all is written.
@@ -70,6 +71,13 @@ class Stream(Generic[_Of]):
             OffloadError: A file could not be read or written.
         """
         coming = iter(blocks)
+        while len(self._free) < BUFFERS:
+            self._free.append(
+                {
+                    name: aligned_buffer(self._capacity, dtype, pinned=self._pinned)
+                    for name, dtype in self._dtypes.items()
+                }
+            )
         reading: deque[tuple[Block[_Of], _Buffers, list[Future[None]]]] = deque()
         writing: deque[tuple[_Buffers, list[Future[None]]]] = deque()
         try:
@@ -86,6 +94,8 @@ class Stream(Generic[_Of]):
                 writing.append((buffers, moves))
             while writing:
                 self._take_back(writing)
+            if not self._pinned:
+                self._free.clear()
 
     def _read_next(
         self,
