@@ -46,6 +46,7 @@ from shoal.train.held_out import HeldOut, next_token_accuracy
 from shoal.train.job import Job, nothing_left_to_do
 from shoal.train.live import LiveLine, summary
 from shoal.train.located import first_model
+from shoal.train.offloading import offload_folder
 from shoal.train.randomness import compute_deterministically, nondeterministic_operator
 from shoal.train.rate_change import rate_change_of
 from shoal.train.result import StepResult
@@ -165,7 +166,7 @@ class _Execution:
             on_decision=self._take_decision,
             held_out=HeldOut(self._validation, functions={"accuracy": next_token_accuracy}),
             servers=self._servers,
-            offload_folder=Path(self._config.offload_folder) if self._config.offload_folder else job.path,
+            offload_folder=offload_folder(self._config, job.path),
         )
         self._workers = self._trainer.workers
         # These must stay unchanged when the run goes on, so that each sample is seen once an epoch.

@@ -26,7 +26,13 @@ from shoal.train.config import OPTIMIZERS, OptimizerConfig
 from shoal.train.learning_rate import scaled_peak
 from shoal.train.lion import Lion
 
-__all__ = ["OptimizerFactory", "build_optimizer", "groups_by_decay", "require_factories"]
+__all__ = [
+    "OptimizerFactory",
+    "build_optimizer",
+    "groups_by_decay",
+    "require_elementwise",
+    "require_factories",
+]
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 """Makes an optimizer; called like the classes of `torch.optim`, with groups of parameters, `lr` and options.
@@ -63,21 +69,16 @@ def build_optimizer(
         ConfigError: The factory raised, or did not return an optimizer.
         LayoutError: The optimizer needs whole parameters, and the Plan cuts them by tp or ep.
     """
-    is_whole = config.whole or (factory is None and config.name in _OF_WHOLE_PARAMETERS)
     called = config.name if factory is None else getattr(factory, "__name__", repr(factory))
     arguments = {"lr": scaled_peak(config, batch), **config.options}
     if factory is None and config.name == "adamw":
         arguments = {**_of_adamw(config), **arguments}
     make = _find(config, factory)
     if parallel.storage is not None:
-        if is_whole:
-            raise ConfigError(
-                f"offload={parallel.plan.offload} was given with {called}, which needs whole parameters",
-                possible="with offload, optimizers that change each element by itself, such as adamw",
-                change="leave out offload, or choose another optimizer",
-            )
+        if factory is None:
+            require_elementwise(config, parallel.plan.offload)
         make = partial(OffloadedOptimizer, parallel, make=make)
-    if is_whole:
+    if config.whole or (factory is None and config.name in _OF_WHOLE_PARAMETERS):
         make = partial(WholeParameters, parallel, make=make)
     try:
         if factory is None and config.name == "muon":
@@ -115,6 +116,20 @@ def require_factories(config: OptimizerConfig) -> None:
     for spec in (config.name, config.schedule):
         if ":" in spec:
             _factory(spec)
+
+
+def require_elementwise(config: OptimizerConfig, offload: str) -> None:
+    """Refuse an optimizer that needs whole parameters, for a Plan with this `offload`.
+
+    Raises:
+        ConfigError: It does.
+    """
+    if config.whole or config.name in _OF_WHOLE_PARAMETERS:
+        raise ConfigError(
+            f"offload={offload} was given with the optimizer {config.name}, which needs whole parameters",
+            possible="with offload, optimizers that change each element by itself, such as adamw",
+            change="leave out offload, or choose another optimizer",
+        )
 
 
 def _find(config: OptimizerConfig, factory: OptimizerFactory | None) -> OptimizerFactory:

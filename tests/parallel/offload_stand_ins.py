@@ -38,7 +38,9 @@ def whole_factory(groups: Any, lr: float, **options: Any) -> torch.optim.Optimiz
     return torch.optim.Adafactor(groups, lr=lr, **options)
 
 
-def trainer_of(plan: str, folder: Path, loss: Any = next_token_loss, **settings: Any) -> Trainer:
+def trainer_of(
+    plan: str, folder: Path, loss: Any = next_token_loss, make: Any = None, **settings: Any
+) -> Trainer:
     model = build("tiny", overrides=SHAPE, device="meta")
     options = dict(settings.pop("options", {}))
     if "offload" in plan:
@@ -51,6 +53,7 @@ def trainer_of(plan: str, folder: Path, loss: Any = next_token_loss, **settings:
         steps=STEPS,
         seed=3,
         loss=loss,
+        make_optimizer=make,
         optimizer=OptimizerConfig(warmup=2, learning_rate=1e-2, options=options, **settings),
         offload_folder=folder,
     )
