@@ -52,8 +52,8 @@ MODELLED = (
     "collectives.network",
     *("time.products", "time.attention", "time.passes", "time.compute"),
     *("time.block", "time.buckets", "time.crowding", "time.data_parallel", "time.joins"),
-    *("time.host", "time.step", "time.synchronisations"),
-    *("memory.activation_peaks", "memory.activations", "memory.memory", "memory.offload"),
+    *("time.host", "time.offload", "time.step", "time.synchronisations"),
+    *("memory.activation_peaks", "memory.activations", "memory.memory"),
     *("memory.peak_candidates", "memory.states"),
     *("outlook.goodput", "time.jitter", "outlook.long_run"),
 )
@@ -160,6 +160,8 @@ def _plan() -> str:
             values = "`cost`, `count`, or numbers such as `6-7-7-4`"
         elif field.name == "shares":
             values = "`equal`, or numbers such as `3x24-2x8`"
+        elif field.name == "offload":
+            values = "`none`, or parts with places, such as `optimizer:file`"
         elif field.name == "order":
             values = "any order of `pp`, `dp`, `cp`, `tp`, such as `dp-pp-cp-tp`"
         rows.append(

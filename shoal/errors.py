@@ -14,6 +14,7 @@ ShoalError                    anything that Shoal itself reports; exit code 1
 │   └── CorruptCheckpointError    a checkpoint is there, but differs from its manifest
 ├── CommunicationError        a collective failed, most often because another rank did
 │   └── CollectiveError       an operation of the backend "shoal" failed; names the rank and the fault
+├── OffloadError              offloaded state could not be read or written, such as on a full disk
 ├── TrainingError             training cannot go on, such as after a loss that is not a number
 └── WorkerError               a rank failed; names the rank that failed first
 """
@@ -34,6 +35,7 @@ __all__ = [
     "LayoutError",
     "MissingExtraError",
     "ModelError",
+    "OffloadError",
     "PlanError",
     "RunError",
     "ShoalError",
@@ -151,6 +153,10 @@ class CollectiveError(CommunicationError, RuntimeError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return _rebuild_collective_error, (str(self), self.rank, self.fault)
+
+
+class OffloadError(ShoalError):
+    """Offloaded state could not be read or written: the state here is lost, and checkpoints are as before."""
 
 
 class TrainingError(ShoalError):

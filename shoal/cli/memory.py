@@ -281,7 +281,7 @@ def _compared(measured: Mapping[str, Any], predicted: Mapping[str, Any] | None) 
     rows = []
     for name, size in sizes.items():
         one = expected.get(name)
-        error = f"{one / size - 1:+.1%}" if one is not None and size else "-"
+        error = f"{one / size - 1:+.1%}" if one and size else "-"
         rows.append([name, _size(size), "-" if one is None else _size(one), error])
     return table_of([*head, "predicted", "error"], rows)
 

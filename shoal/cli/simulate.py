@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.cli.band import band_summary, band_text
 from shoal.cli.breakdown import breakdown_summary, collectives_text, parts_text, ranks_text
 from shoal.cli.files import write_file, write_text
-from shoal.cli.offload import add_offload, offload_summary, offload_text
+from shoal.cli.offload import offload_summary, offload_text
 from shoal.cli.outlook import add_outlook, as_asked, long_run_of, long_run_summary, long_run_text
 from shoal.cli.table import paragraph, table_of
 from shoal.cli.traffic import traffic_summary, traffic_text
@@ -66,7 +66,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_arguments(parser)
     parser.add_argument("--batch", metavar="N", type=int, required=True, help="sequences in a step")
     add_outlook(parser)
-    add_offload(parser)
     parser.add_argument(
         "--slow",
         metavar="WORKER=FACTOR",
@@ -90,8 +89,7 @@ def run(args: argparse.Namespace) -> int:
         PlanError: The Plan cannot be read, or does not fit the devices, the batch, the model or memory. The
             error about memory comes after the prediction is printed.
         ModelError: There is no such model.
-        ClusterError: There is no such cluster, or it lacks a figure that offloading needs.
-        ConfigError: There is nothing to offload with that name, or no such place.
+        ClusterError: There is no such cluster, or it lacks a figure that offload needs.
         UserError: A file cannot be read or written.
     """
     from shoal.cluster import Cluster, devices_of
@@ -122,15 +120,15 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.slow:
         summary["workers"] = _workers_summary(simulation, args.slow)
-    if args.offload is not None:
-        summary["offload"] = offload_summary(args, simulation, memory)
+    if simulation.plan.tiers.moved:
+        summary["offload"] = offload_summary(simulation)
     if args.json:
         print(json.dumps(summary, indent=2))
     else:
         print(_text(summary) + (f"\n\n{long_run_text(run, cluster)}" if run is not None else ""))
         if args.slow:
             print(f"\n{_workers_text(summary['workers'], args.slow)}")
-        if args.offload is not None:
+        if "offload" in summary:
             print(f"\n{offload_text(summary['offload'])}")
     if not summary["fits"]:
         raise _does_not_fit(summary, args)

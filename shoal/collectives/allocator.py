@@ -1,14 +1,15 @@
-"""Memory that the C library keeps for the next tensor, rather than giving it back to the system."""
+"""Memory that tensors free: kept by the C library for the next ones, or given back to the system."""
 
 from __future__ import annotations
 
 import ctypes
 
-__all__ = ["keep_freed_memory"]
+__all__ = ["keep_freed_memory", "return_freed_memory"]
 
 # Options of mallopt(3).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _NEVER = 2**31 - 1
+_MAPPED, _TRIMMED = 1 << 20, 128 << 10  # bytes
 _LARGEST_MMAP_THRESHOLDS = (1 << 30, 32 << 20)  # bytes; glibc before 2.35 accepts at most the second
 
 
@@ -27,3 +28,18 @@ def keep_freed_memory() -> bool:
     if mallopt is None or not mallopt(_TRIM_THRESHOLD, _NEVER):
         return False
     return any(mallopt(_MMAP_THRESHOLD, nbytes) for nbytes in _LARGEST_MMAP_THRESHOLDS)
+
+
+def return_freed_memory() -> bool:
+    """Make the C library give back freed memory at once, in the whole process: undo `keep_freed_memory`.
+
+    Tensors of 1 MiB or more then have pages of their own, and none lies between others. It is for processes
+    that must stay below a limit.
+
+    Returns:
+        Whether the C library can do so.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(_TRIM_THRESHOLD, _TRIMMED) and mallopt(_MMAP_THRESHOLD, _MAPPED))

@@ -22,8 +22,8 @@ from shoal.cost.collectives.fit import fit_alpha_beta
 from shoal.cost.kinds import Kinds, views_of
 from shoal.cost.layout import Layout
 from shoal.cost.memory.memory import Memories, RankMemory, memory_of
-from shoal.cost.memory.offload import Offload
 from shoal.cost.outlook.calibrate import Calibration, calibrate
+from shoal.cost.time.offload import Offload
 from shoal.cost.time.step import Costs
 
 __all__ = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -28,6 +29,7 @@ from shoal.parallel.float8 import use_float8
 from shoal.parallel.hugging_face.layout import has_tensor_plan
 from shoal.parallel.hugging_face.sequence import refuse_labels, split_stream, use_no_cache
 from shoal.parallel.layout import Cut
+from shoal.parallel.offload.storage import Storage
 from shoal.parallel.parallel import Parallel
 from shoal.parallel.pipeline.deferred import Deferral, put_off_products
 from shoal.parallel.pipeline.piece_memory import Batch
@@ -60,6 +62,7 @@ def parallelize(
     seed: int = 0,
     device: torch.device | str | None = None,
     recorder: Recorder | None = None,
+    offload_folder: Path | str | None = None,
 ) -> Parallel:
     """Lay a model over the ranks of the default process group, or over this process if there is no group.
 
@@ -83,9 +86,11 @@ def parallelize(
         device: This rank's device: the model is moved there, and a GPU becomes the current one. By default
             the device that the model is on; a model on the meta device gets its values on the CPU.
         recorder: Recorder of the spans of collectives.
+        offload_folder: Folder for the files of a Plan with `offload`, best on a fast local disk.
 
     Raises:
         PlanError: The Plan does not fit the number of ranks, or asks for what cannot be run.
+        ConfigError: State is to be in files, and there is no folder, or none with enough space.
         ModelError: The model cannot be laid out.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
@@ -120,6 +125,7 @@ def parallelize(
     fill = _first_values(model, seed, on, axes, cuts)
     if plan.compile == "auto" and on.type != "cpu":
         plan = plan.replace(compile="blocks")
+    storage = Storage.of(plan, on, None if offload_folder is None else Path(offload_folder))
     deferral = Deferral() if pieces is not None and plan.has_halves else None
     _divide_layers(model, plan, axes, layout, split, deferral)
     _cast(model, blocks, dtype, in_fp32)
@@ -136,13 +142,24 @@ def parallelize(
         cuts=cuts,
         narrowed=partial.union(split.narrowed),
         experts=frozenset(experts),
+        storage=storage,
     )
     if pieces is None:
         compile_blocks(blocks, plan.recompute, plan.compile, on)
         strategies, pipeline = [_strategy(setup, plan)], None
     else:
         strategies, pipeline = _staged(setup, pieces, plan, deferral, recorder, on)
-    return Parallel(model, plan, axes, strategies, whole=whole, cuts=cuts, device=on, pipeline=pipeline)
+    return Parallel(
+        model,
+        plan,
+        axes,
+        strategies,
+        whole=whole,
+        cuts=cuts,
+        device=on,
+        pipeline=pipeline,
+        storage=storage,
+    )
 
 
 def _choose_products(plan: Plan, blocks: Sequence[nn.Module], device: torch.device) -> None:

@@ -13,8 +13,9 @@ from torch.utils.dlpack import from_dlpack
 from shoal.parallel.axes import Family
 from shoal.parallel.communication import Axis
 from shoal.parallel.layout import Cut
+from shoal.parallel.offload.stored_shard import Stored
 
-__all__ = ["Frozen", "Owned", "as_sharded", "fixed_parameters", "local_part"]
+__all__ = ["Frozen", "Owned", "as_sharded", "fixed_parameters", "like", "local_part"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class Owned:
         local: The part itself, `[rows, ...]`, in the memory of `parameter`.
         family: The ranks over which the parameter is sharded and summed.
         cut: The block that contains the part; None if the parameter is not cut into blocks.
+        stored: Its place in files; None if the part and its gradient are in memory.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Owned:
     local: torch.Tensor
     family: Family
     cut: Cut | None = None
+    stored: Stored | None = None
 
     @property
     def is_first(self) -> bool:
@@ -55,7 +58,7 @@ class Owned:
 
     def give(self, gradient: torch.Tensor | None) -> None:
         """Make a tensor `[rows, ...]` the part's gradient; None removes the present one."""
-        self.parameter.grad = None if gradient is None else _like(self.parameter, gradient)
+        self.parameter.grad = None if gradient is None else like(self.parameter, gradient)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +108,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return local
 
 
-def _like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+def like(parameter: nn.Parameter, local: torch.Tensor) -> torch.Tensor:
     """Return a tensor that holds this rank's part of a DTensor cut as `parameter` is."""
     if not hasattr(parameter, "_local_tensor"):
         return local

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NoReturn, final
 
@@ -17,9 +17,10 @@ from shoal.models.experts import set_auxiliary_scale
 from shoal.parallel.access import refuse_copies
 from shoal.parallel.axes import Axes
 from shoal.parallel.context.positions import local_sequence, residual_positions
-from shoal.parallel.data.strategy import Strategy
+from shoal.parallel.data.strategy import Strategy, in_all
 from shoal.parallel.layout import Cut
 from shoal.parallel.micro_batches import own_rows, run_one_by_one
+from shoal.parallel.offload.storage import Storage
 from shoal.parallel.optimizer.norm import GradientNorm, limit_gradients, measure_gradient
 from shoal.parallel.optimizer.optimizers import follow_optimizers
 from shoal.parallel.owned import fixed_parameters
@@ -48,6 +49,7 @@ class Parallel(nn.Module):
         frozen: This rank's parts of the parameters that are not trained.
         device: This rank's device.
         strategies: One for each stage of this rank.
+        storage: Where state is kept outside of the device; None if all is on it.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Parallel(nn.Module):
         cuts: Mapping[str, Cut],
         device: torch.device,
         pipeline: Pipeline | None = None,
+        storage: Storage | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -74,6 +77,7 @@ class Parallel(nn.Module):
         self._state = State(module, whole, self.owned, self.frozen, cuts, axes)
         self._pipeline = pipeline
         self.device = device
+        self.storage = storage
         self._fixed = fixed_parameters(module, self.frozen)
         self._has_dropout = hasattr(module, "dropout_keys") and any(
             isinstance(layer, Dropout) and layer.p > 0 for layer in module.modules()
@@ -268,14 +272,14 @@ class Parallel(nn.Module):
 
     def unchanged(self) -> AbstractContextManager[None]:
         """Promise not to change weights within it, so that several forwards need not gather them anew."""
-        return _in_all(strategy.unchanged() for strategy in self.strategies)
+        return in_all(strategy.unchanged() for strategy in self.strategies)
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Make backward add to the gradients; use it for all micro-batches of a step except the last.
 
         Replicated data parallel and ZeRO-1 communicate nothing within it.
         """
-        return _in_all(strategy.accumulate() for strategy in self.strategies)
+        return in_all(strategy.accumulate() for strategy in self.strategies)
 
     def mean_of(self, number: int) -> float:
         """Return what to divide the sum of `number` losses of a step by; with shares, the mean over ranks."""
@@ -309,7 +313,7 @@ class Parallel(nn.Module):
 
         All ranks enter it together.
         """
-        return _in_all(strategy.gathered() for strategy in self.strategies)
+        return in_all(strategy.gathered() for strategy in self.strategies)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the whole model, named as in `module.state_dict()`, under any Plan; all ranks call it.
@@ -390,11 +394,3 @@ class Parallel(nn.Module):
 
     def _stale(self) -> str | None:
         return next((each.stale for each in self.strategies if each.stale is not None), None)
-
-
-@contextmanager
-def _in_all(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for each in contexts:
-            stack.enter_context(each)
-        yield

@@ -3,8 +3,9 @@
 Nouns: Plan (how a step is laid over the devices), SettledPlan (a Plan with a fixed micro-batch), Mesh (the
     place of each rank), Groups (which ranks communicate), Boundary (which ranks send to those of another
     stage), Sharding (which states data parallelism cuts), Shares (micro-batches of each data-parallel rank),
-    Exchange (how workers exchange what they learn), Compression (what they send in place of a vector). Made
-    by the user or the planner, executed by `shoal.parallel`, timed by the simulator. Imports no torch.
+    Exchange (how workers exchange what they learn), Compression (what they send in place of a vector), Tiers
+    (which state is kept outside of the device, and where). Made by the user or the planner, executed by
+    `shoal.parallel`, timed by the simulator. Imports no torch.
 """
 
 from shoal.plan.boundary import Boundary
@@ -15,6 +16,7 @@ from shoal.plan.group import Group
 from shoal.plan.groups import FamilyGroups, Groups
 from shoal.plan.legal import VARIED, legal_plans
 from shoal.plan.mesh import Mesh
+from shoal.plan.offload import BLOCK_ELEMENTS, BUFFERS, DEVICE, GRANULE, Tiers
 from shoal.plan.order import AXES, DEFAULT_ORDER
 from shoal.plan.plan import Plan, divisors, element_bytes, parse_settings
 from shoal.plan.settled import SettledPlan
@@ -24,12 +26,16 @@ from shoal.plan.shares import EQUAL, Shares
 __all__ = [
     "AXES",
     "BLOCK",
+    "BLOCK_ELEMENTS",
+    "BUFFERS",
     "CHOICES",
     "CHUNK",
     "DEFAULT_ORDER",
     "DEGREES",
+    "DEVICE",
     "EQUAL",
     "FULLY_SHARDED",
+    "GRANULE",
     "SHARDINGS",
     "SYNCHRONOUS",
     "UNSHARDED",
@@ -45,6 +51,7 @@ __all__ = [
     "SettledPlan",
     "Sharding",
     "Shares",
+    "Tiers",
     "divisors",
     "element_bytes",
     "legal_plans",

@@ -15,6 +15,7 @@ from shoal.plan.compression import Compression
 from shoal.plan.degrees import divisors, require_degrees
 from shoal.plan.exchange import SETTINGS, SYNCHRONOUS, Exchange
 from shoal.plan.group import split_dims
+from shoal.plan.offload import OFFLOADED, Tiers
 from shoal.plan.order import AXES, DEFAULT_ORDER, axes_of, require_order, strides_of
 from shoal.plan.schedules import (
     FOUND,
@@ -99,6 +100,8 @@ class Plan:
         reduce: Type in which ranks send each other gradients, fp32 or bf16.
         order: The axes, outermost first: ranks that differ along the last one are neighbours, and those that
             differ along the first one are farthest apart. Any order of pp, dp, cp and tp.
+        offload: State that is kept outside of the device: optimizer:file, optimizer:host, or with shard=zero3
+            optimizer:file+gradients:file+parameters:file. On CPUs the host's memory is the device's.
         compile: What torch.compile compiles: nothing (none), or each block and the loss (blocks). auto is
             blocks on GPUs where the cost model predicts that it is quicker, and none elsewhere.
     """
@@ -136,6 +139,7 @@ class Plan:
     precision: str = "fp32"
     reduce: str = "fp32"
     order: str = DEFAULT_ORDER
+    offload: str = OFFLOADED
     compile: str = "auto"
 
     def __post_init__(self) -> None:
@@ -176,7 +180,8 @@ class Plan:
                 possible="exchange=naive with shard=none, precision=fp32 or tf32, reduce=fp32 and pp=1",
                 change="leave out exchange=naive",
             )
-
+        if self.offload != OFFLOADED:
+            object.__setattr__(self, "offload", str(self.tiers.require(self.sharding, self.exchange)))
         if self.shares != EQUAL:
             object.__setattr__(self, "shares", str(self._require_shares()))
         degrees = {"dp": self.dp, "cp": self.cp, "ep": self.ep, "copies": self.tp * self.pp}
@@ -299,6 +304,11 @@ class Plan:
         return None if self.shares == EQUAL else Shares.parse(self.shares)
 
     @property
+    def tiers(self) -> Tiers:
+        """Where each part of a rank's state is kept."""
+        return Tiers.parse(self.offload)
+
+    @property
     def exchanged(self) -> Exchange:
         """How workers exchange what they learn."""
         return _exchange_of(self.exchange, self.compress, tuple([getattr(self, name) for name in SETTINGS]))
@@ -367,7 +377,7 @@ def _exchange_of(kind: str, compress: str, settings: tuple[Any, ...]) -> Exchang
     return Exchange(kind=kind, compression=Compression.parse(compress), **named)
 
 
-_TEXTS = ("split", "shares", "order", "compress")
+_TEXTS = ("split", "shares", "order", "compress", "offload")
 _FIELDS = tuple(field.name for field in dataclasses.fields(Plan))
 _VALUES = attrgetter(*_FIELDS)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from shoal.cost.memory import smallest_fit
 from shoal.errors import PlanError
 from shoal.plan import SettledPlan
+from shoal.planner.offloaded import with_offload
 from shoal.planner.search import Search
+from shoal.units import format_seconds
 
 __all__ = ["refusal"]
 
@@ -36,6 +38,9 @@ def _nothing_fits(search: Search, plan: SettledPlan, told: str) -> PlanError:
     else:
         possible = f"{smallest.devices} of these devices or more, with {smallest.plan}"
         change = f"use {smallest.devices} devices, devices with more memory, or a smaller margin"
+    if plan.sharding.cuts_weights and (found := with_offload(search, plan)) is not None:
+        possible += f"; or, with a step of {format_seconds(found.seconds)}, these devices with {found.plan}"
+        change += f", or train with offload={found.plan.offload}"
     return PlanError(
         f"{workload.name} does not fit {cluster.devices} devices of {cluster.name}: even with {plan}, {told}",
         possible=possible,

@@ -3,14 +3,14 @@
 Nouns: Recorder (spans, one file a rank), Logger (values of a step, one rank). The trainer and the parallel
     strategies call them. Neither ever stops training: a full disk costs only the record. `open_recorder`
     chooses the recorder of a device: by the host's clock, or by events on the device's streams.
-    `LiveStorages` and `spanned` count the bytes of tensors.
+    `LiveStorages` and `spanned` count the bytes of tensors, without those in `MappedFiles`.
 """
 
 from shoal.record.append import AppendFile
 from shoal.record.device import DeviceEvents
 from shoal.record.device_recorder import DeviceRecorder
 from shoal.record.device_span import SpanBeside
-from shoal.record.live_storages import LiveStorages, spanned
+from shoal.record.live_storages import LiveStorages, MappedFiles, spanned
 from shoal.record.metrics import Logger, Loggers, MetricsWriter, TensorBoardLogger
 from shoal.record.opening import open_recorder
 from shoal.record.recorder import NullRecorder, OpenSpan, Recorder, SpanRecorder
@@ -23,6 +23,7 @@ __all__ = [
     "LiveStorages",
     "Logger",
     "Loggers",
+    "MappedFiles",
     "MetricsWriter",
     "NullRecorder",
     "OpenSpan",

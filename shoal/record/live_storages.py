@@ -1,8 +1,10 @@
-"""The bytes of tensors that live on this rank, counted by storage."""
+"""The bytes of tensors that live on this rank, counted by storage; those in files count as none."""
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -12,9 +14,39 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["LiveStorages", "spanned"]
+__all__ = ["LiveStorages", "MappedFiles", "spanned"]
 
 _OWN_OPERATORS = "shoal"
+_IN_MEMORY = ("/dev/shm/", "/memfd:", "/dev/zero", "/SYSV")
+"""Beginnings of the names that Linux gives to shared memory which is no file."""
+
+
+@final
+class MappedFiles:
+    """The files that are mapped into this process when it is made; their pages are the system's to drop."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        try:
+            lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+        except OSError:  # a system that does not say
+            return
+        for line in lines:
+            place, access, _, _, _, *name = line.split(maxsplit=5)
+            if access.endswith("s") and name and not name[0].startswith(_IN_MEMORY):
+                start, stop = (int(each, 16) for each in place.split("-"))
+                self._starts.append(start)
+                self._stops.append(stop)
+
+    def hold(self, tensor: Tensor) -> bool:
+        """Return whether the storage of a tensor is in one of them."""
+        return self.hold_address(_storage(tensor).data_ptr())
+
+    def hold_address(self, address: int) -> bool:
+        """Return whether an address is in one of them."""
+        place = bisect(self._starts, address) - 1
+        return place >= 0 and address < self._stops[place]
 
 
 @final
@@ -36,6 +68,7 @@ class LiveStorages(TorchDispatchMode):
     def __init__(self, at_peak: Callable[[], object] = lambda: None) -> None:
         super().__init__()
         self._at_peak = at_peak
+        self._files = MappedFiles()
         self._storages: dict[int, StorageWeakRef] = {}
         self._sizes: dict[int, int] = {}
         self._bound = 0  # what would be live if nothing had been freed since it was counted
@@ -58,6 +91,8 @@ class LiveStorages(TorchDispatchMode):
         """Count the storage of a tensor too, which may have been made before."""
         storage = _storage(tensor)
         key, size = storage._cdata, storage.nbytes()
+        if self._files.hold_address(storage.data_ptr()):
+            return
         # While a weak reference is held, no other storage gets its address.
         if key not in self._storages:
             self._storages[key] = StorageWeakRef(storage)

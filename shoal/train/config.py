@@ -201,6 +201,10 @@ class TrainConfig(_Section):
     """Device of the ranks; auto is CUDA if the host has it."""
     deterministic: bool = False
     """Whether a repeated run gives the same bits on GPUs too; slower, and some operators are then refused."""
+    offload_folder: str = ""
+    """Folder for the files of a Plan with `offload`, best on a fast local disk of each host; by default the
+    run's directory. The files have no names there, and their space is free again when the run ends.
+    """
     timeout: float = Field(default=600.0, gt=0, le=10_000_000)
     """Seconds after which a collective fails if not all ranks have joined it."""
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -46,6 +46,7 @@ from shoal.train.held_out import HeldOut, accuracy
 from shoal.train.job import Job, nothing_left_to_do
 from shoal.train.live import LiveLine, summary
 from shoal.train.located import first_model
+from shoal.train.offloading import offload_folder
 from shoal.train.out_of_memory import does_not_fit, is_out_of_memory
 from shoal.train.randomness import compute_deterministically, nondeterministic_operator
 from shoal.train.rate_change import rate_change_of
@@ -173,6 +174,7 @@ class _Execution:
             on_decision=self._take_decision,
             held_out=HeldOut(self._validation, functions={"accuracy": accuracy}),
             servers=self._servers,
+            offload_folder=offload_folder(self._config, job.path),
         )
         self._workers = self._trainer.workers
         # These must stay unchanged when the run goes on, so that each sample is seen once an epoch.

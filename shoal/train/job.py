@@ -25,6 +25,7 @@ from shoal.train.classes import prepared, require_classes, require_data_parallel
 from shoal.train.config import TrainConfig
 from shoal.train.first_weights import require_weights
 from shoal.train.located import shape_of
+from shoal.train.offloading import require_offload
 from shoal.train.optimizer import require_factories
 
 __all__ = [
@@ -294,6 +295,7 @@ def check(job: Job) -> Corpus:
         require_weights(config.init, model)
     require_factories(config.optimizer)
     require_layout(model, job.plan, config.sequence)
+    require_offload(config, job.plan, job.path, model)
     if isinstance(model, Transformer):
         _require_fit(config, corpus, model.config.vocab_size, model.config.seq, "seq")
     elif config.model.startswith("hf:"):

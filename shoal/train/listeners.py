@@ -11,6 +11,7 @@ import torch
 
 from shoal.errors import ConfigError
 from shoal.parallel import Parallel
+from shoal.plan import Plan
 from shoal.run import Decision
 from shoal.train.result import StepResult
 from shoal.train.run_record import RunRecord
@@ -35,6 +36,11 @@ class Listeners:
     on_validation: Callable[[int, Mapping[str, float]], object] | None
     on_save: Callable[[Path], object] | None
     on_decision: Callable[[Decision], object] | None
+
+    def laid_out(self, plan: Plan) -> None:
+        """Report the final Plan."""
+        if self.record is not None:
+            self.record.settle(plan)
 
     def begin_step(self) -> None:
         """Check, before a step, that the Run may be written.

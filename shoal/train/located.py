@@ -39,6 +39,8 @@ def located(config: TrainConfig, before: Mapping[str, Any] | None = None) -> Tra
             else config.model,
             "model_folder": _model_folder(config, before or {}),
             "init": _absolute(config.init),
+            "offload_folder": config.offload_folder
+            and str(Path(config.offload_folder).expanduser().absolute()),
             "cluster": _absolute_cluster(config.cluster),
             "data": data.model_copy(
                 update={

@@ -14,6 +14,7 @@ from shoal.models import Transformer, find_factory
 from shoal.parallel import (
     GuidedUpdates,
     LocalUpdates,
+    OffloadedOptimizer,
     Owned,
     Parallel,
     TensorLayout,
@@ -25,7 +26,13 @@ from shoal.train.config import OPTIMIZERS, OptimizerConfig
 from shoal.train.learning_rate import scaled_peak
 from shoal.train.lion import Lion
 
-__all__ = ["OptimizerFactory", "build_optimizer", "groups_by_decay", "require_factories"]
+__all__ = [
+    "OptimizerFactory",
+    "build_optimizer",
+    "groups_by_decay",
+    "require_elementwise",
+    "require_factories",
+]
 
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 """Makes an optimizer; called like the classes of `torch.optim`, with groups of parameters, `lr` and options.
@@ -67,6 +74,10 @@ def build_optimizer(
     if factory is None and config.name == "adamw":
         arguments = {**_of_adamw(config), **arguments}
     make = _find(config, factory)
+    if parallel.storage is not None:
+        if factory is None:
+            require_elementwise(config, parallel.plan.offload)
+        make = partial(OffloadedOptimizer, parallel, make=make)
     if config.whole or (factory is None and config.name in _OF_WHOLE_PARAMETERS):
         make = partial(WholeParameters, parallel, make=make)
     try:
@@ -105,6 +116,20 @@ def require_factories(config: OptimizerConfig) -> None:
     for spec in (config.name, config.schedule):
         if ":" in spec:
             _factory(spec)
+
+
+def require_elementwise(config: OptimizerConfig, offload: str) -> None:
+    """Refuse an optimizer that needs whole parameters, for a Plan with this `offload`.
+
+    Raises:
+        ConfigError: It does.
+    """
+    if config.whole or config.name in _OF_WHOLE_PARAMETERS:
+        raise ConfigError(
+            f"offload={offload} was given with the optimizer {config.name}, which needs whole parameters",
+            possible="with offload, optimizers that change each element by itself, such as adamw",
+            change="leave out offload, or choose another optimizer",
+        )
 
 
 def _find(config: OptimizerConfig, factory: OptimizerFactory | None) -> OptimizerFactory:

@@ -25,7 +25,17 @@ from torch import nn
 
 from shoal.checkpoint import Coordinator, Piece, Region, TensorRecord, dtype_named
 from shoal.errors import CheckpointError
-from shoal.parallel import Axis, Composed, Frozen, OuterState, Owned, Parallel, local_part, parts_of
+from shoal.parallel import (
+    Axis,
+    Composed,
+    Frozen,
+    OffloadedOptimizer,
+    OuterState,
+    Owned,
+    Parallel,
+    local_part,
+    parts_of,
+)
 
 __all__ = [
     "ToLoad",
@@ -158,7 +168,7 @@ def _add_state(
             state, dtype = optimizer.state[owned.parameter], dtype_named(record.dtype)
             path = f"{kind}/{key}/{owned.name}"
             if kind == _ELEMENTS:
-                state[key] = torch.zeros_like(owned.parameter, dtype=dtype, requires_grad=False)
+                state[key] = _place_of(optimizer, owned, key, dtype)
                 wanted.add_part(owned, path, state[key])
                 continue
             # As in torch's `load_state_dict`, counts of steps stay on the CPU unless a kernel reads them.
@@ -168,6 +178,13 @@ def _add_state(
             wanted.pieces.append(Piece.whole(path, state[key]))
             if kind == _NUMBER:
                 wanted.after.append(partial(_as_number, state, key))
+
+
+def _place_of(optimizer: torch.optim.Optimizer, owned: Owned, key: str, dtype: torch.dtype) -> torch.Tensor:
+    """Return the memory for a state that is kept for each element."""
+    if isinstance(optimizer, OffloadedOptimizer):
+        return optimizer.place_of(owned.parameter, key, dtype)
+    return torch.zeros_like(owned.parameter, dtype=dtype, requires_grad=False)
 
 
 def _as_number(state: dict[str, Any], key: str) -> None:

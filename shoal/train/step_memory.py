@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.models.blocks import find_blocks
 from shoal.parallel import Parallel, local_part
-from shoal.record import LiveStorages, spanned
+from shoal.record import LiveStorages, MappedFiles, spanned
 from shoal.run import OUTSIDE, MeasuredMemory, UnitMemory, write_memory
 
 __all__ = ["MemoryRecord", "StepMemory"]
@@ -40,6 +40,7 @@ class StepMemory:
         self._optimizer = optimizer
         self._device = parallel.device
         self._unit_of = _units(parallel.module)
+        self._files = MappedFiles()
         # Listed now: within a step, zero3 takes the listing of parameters for their use.
         self._having_gradients = list(self._parameters())
         self._buffers, self._gathered = self._kept_by_sharding()
@@ -107,7 +108,8 @@ class StepMemory:
 
     def _note_peak(self) -> None:
         """Note the gradients that there are, and where the step is."""
-        gradients = [each.grad for each in self._having_gradients if each.grad is not None]
+        given = (each.grad for each in self._having_gradients)
+        gradients = [each for each in given if each is not None and not self._files.hold(each)]
         self._gradients = spanned([*self._buffers, *gradients])
         where = self._in[-1] if self._in else OUTSIDE
         self._moment = f"backward, {where}" if _is_in_backward() else f"forward, {where}"
@@ -138,10 +140,10 @@ class StepMemory:
             parts = [(each.name, each.local) for each in self._parallel.owned]
             parts += [(each.name, each.local) for each in self._parallel.frozen]
             for name, local in parts:
-                found[self._unit(name)] += local.nbytes
+                found[self._unit(name)] += self._nbytes(local)
         else:
             for name, parameter in self._parallel.module.named_parameters():
-                found[self._unit(name)] += local_part(parameter).nbytes
+                found[self._unit(name)] += self._nbytes(parameter)
         return found
 
     def _kept_by_sharding(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -155,7 +157,11 @@ class StepMemory:
         others |= {_place(each.local) for each in self._parallel.owned}
         others |= {_place(each.parameter) for each in self._parallel.owned}
         others |= {_place(each.local) for each in self._parallel.frozen}
-        reached = [each for each in _reached(self._parallel.strategies) if _place(each) not in others]
+        reached = [
+            each
+            for each in _reached(self._parallel.strategies)
+            if _place(each) not in others and not self._files.hold(each)
+        ]
         gathered = [each for each in reached if _place(each)[1] == 0]
         return [each for each in reached if _place(each)[1] > 0], gathered
 
@@ -174,10 +180,10 @@ class StepMemory:
         for each in self._parallel.owned:
             unit = self._unit(each.name)
             state = self._optimizer.state.get(each.parameter, {})
-            found[unit] += sum(local_part(tensor).nbytes for tensor in _tensors(state))
+            found[unit] += sum(self._nbytes(tensor) for tensor in _tensors(state))
             is_copy = each.local.untyped_storage().data_ptr() not in own
             if is_copy and not self._parallel.plan.sharding.cuts_weights:
-                found[unit] += each.local.nbytes
+                found[unit] += self._nbytes(each.local)
         return found
 
     def _hooked(self) -> Iterator[tuple[str, nn.Module]]:
@@ -203,6 +209,10 @@ class StepMemory:
         # The hooks of sharding gather weights within, and let go of them.
         first = module.register_forward_pre_hook(enter, prepend=True)
         return first, module.register_forward_hook(leave)
+
+    def _nbytes(self, tensor: torch.Tensor) -> int:
+        """Return the bytes of a tensor's local part in memory."""
+        return 0 if self._files.hold(tensor) else local_part(tensor).nbytes
 
     def _unit(self, parameter: str) -> str:
         return self._unit_of.get(parameter, OUTSIDE)

@@ -88,6 +88,7 @@ class Trainer:
         synchronise_buffers: Whether buffers that steps change are averaged over the ranks after each.
         servers: The parameter servers of the Plan. The ranks are then those of one worker.
         run: A directory for a Run that `shoal report` explains; a recorder of its own comes with it.
+        offload_folder: Folder for the files of a Plan with `offload`; by default `run`.
         held_out: With exchange=auto, what trials compare on. By default the loss of the samples that come
             next, and for Shoal's own models next-token accuracy.
         on_step: Called with each step's result; `on_validation` with the steps made and the values of each
@@ -134,6 +135,7 @@ class Trainer:
         on_save: Callable[[Path], object] | None = None,
         on_decision: Callable[[Decision], object] | None = None,
         held_out: HeldOut | None = None,
+        offload_folder: Path | str | None = None,
     ) -> None:
         samples = as_samples(data)
         plan = Plan.parse(plan) if isinstance(plan, str) else plan
@@ -149,12 +151,11 @@ class Trainer:
             keep_freed_memory()
         record = None
         if run is not None:
-            settings: dict[str, Any] = {"plan": str(self.plan), "seed": seed}
-            settings["tokens_per_step"] = None if sequence is None else batch * sequence
+            tokens = None if sequence is None else batch * sequence
+            settings = {"plan": str(self.plan), "seed": seed, "tokens_per_step": tokens}
             record = RunRecord(Path(run), self.coordinator, model, self._device, settings, recorder)
-            recorder = record.recorder
         self._listeners = Listeners(record, on_step, on_validation, on_save, on_decision)
-        self._recorder = recorder if recorder is not None else NullRecorder()
+        self._recorder = (recorder if record is None else record.recorder) or NullRecorder()
         names = [name for name, _ in model.named_parameters()]
         self._reader = Reader(model, loss, counted)
         self._loader = Loader(samples, seed=seed, batch_size=batch)
@@ -165,13 +166,13 @@ class Trainer:
             seed=seed,
             device=self._device,
             recorder=self._recorder,
+            offload_folder=run if offload_folder is None else offload_folder,
         )
         if self.parallel.plan.compile == "blocks":
             self._reader.compile_loss(compiled)
         if isinstance(model, Transformer) and self._reader.is_default_loss and self.plan.tp == 1:
             model.most_logits = None if self.plan.has_halves else largest_logits(model, self._device)
-        if record is not None:
-            record.settle(self.parallel.plan)
+        self._listeners.laid_out(self.parallel.plan)
         self.optimizer = build_optimizer(self.parallel, self.config, of_all, make_optimizer)
         if servers is not None:
             given = whole, steps, servers, self.coordinator, self._recorder
@@ -183,12 +184,13 @@ class Trainer:
             self.parallel, self.optimizer, plan=text, seed=seed, coordinator=self.coordinator
         )
         self._saves = Saves(self._saved, self._listeners, self._recorder, self.coordinator)
+        microbatch = self.plan.microbatch
         self._passes = Passes(
             self.parallel,
             self._loader,
             self._reader,
             self._recorder,
-            microbatch=self.plan.microbatch,
+            microbatch=microbatch,
             workers=workers,
             device=self._device,
         )
@@ -203,7 +205,6 @@ class Trainer:
             self._recorder,
             synchronise_buffers,
         )
-        microbatch = self.plan.microbatch
         self._explainer = Explainer(self.parallel, self._loader, names, microbatch)
         self._evaluator = Evaluator(self.parallel, self._reader, self._recorder, seed, microbatch)
         is_own = isinstance(model, Transformer) and self._reader.is_default_loss
@@ -219,8 +220,8 @@ class Trainer:
             decided=self._listeners.decided,
         )
         curvature = Curvature(self.parallel, self._loader, self._reader, microbatch)
-        decided = self._listeners.decided
-        self._stale_guard = stale_guard_of(self.optimizer, whole, self.config, curvature, batch, decided)
+        guarded = self.optimizer, whole, self.config, curvature, batch
+        self._stale_guard = stale_guard_of(*guarded, self._listeners.decided)
         self._defers = self._device.type != "cpu" and update.is_on_device
         self._unsettled: Unsettled | None = None
         begin_anew(seed, 0, self.parallel.axes.data.index)

@@ -1,4 +1,4 @@
-"""`shoal simulate --offload`: what it prints of state that is kept outside of devices."""
+"""`shoal simulate` under a Plan with `offload`: what it prints beside the step."""
 
 import json
 
@@ -6,28 +6,46 @@ import pytest
 
 from shoal.cli.main import main
 
-COMMAND = [
-    *("simulate", "--plan", "dp=8,shard=zero3,microbatch=1,precision=bf16", "--model", "llama3-8b"),
-    *("--cluster", "dgx-h100:8", "--batch", "16"),
-]
+PLAN = "dp=8,shard=zero3,microbatch=1,precision=bf16"
+COMMAND = ["simulate", "--model", "llama3-8b", "--cluster", "dgx-h100:8", "--batch", "16", "--plan"]
 
 
-def test_what_it_takes_and_frees_is_printed_beside_the_step_without_it(capsys):
-    assert main([*COMMAND, "--offload", "parameters", "--to", "file", "--json"]) == 0
-    summary = json.loads(capsys.readouterr().out)
-    found = summary["offload"]
-    added = sum(found["exposed_seconds"].values()) - found["replaced_seconds"]
-    assert found["step_seconds"] == pytest.approx(summary["step_seconds"] + added)
-    assert found["peak_bytes"] < max(each["peak_bytes"] for each in summary["memory"])
+def simulated(plan, capsys):
+    assert main([*COMMAND, plan, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
 
 
-def test_it_is_told_in_lines_and_only_where_it_was_asked_for(capsys):
-    assert main([*COMMAND, "--offload", "optimizer"]) == 0
-    assert "with offload=optimizer to host: a step of" in capsys.readouterr().out
-    assert main(COMMAND) == 0
-    assert "offload" not in capsys.readouterr().out
+def test_a_step_is_longer_by_what_offload_adds_and_takes_less_memory(capsys):
+    before = simulated(PLAN, capsys)
+    after = simulated(f"{PLAN},offload=optimizer:host", capsys)
+    assert after["step_seconds"] == pytest.approx(
+        before["step_seconds"] + after["offload"]["extra_seconds"], rel=1e-3
+    )
+    saved = before["memory"][0]["parts"]["optimizer"] - after["memory"][0]["parts"]["optimizer"]
+    assert saved == pytest.approx(8 * before["parameters"] / 8)
+    assert "offload" not in before
 
 
-def test_what_cannot_be_offloaded_ends_with_a_named_error(capsys):
-    assert main([*COMMAND, "--offload", "gradients"]) == 2
-    assert "offload=gradients does not exist" in capsys.readouterr().err
+def test_it_is_told_in_lines(capsys):
+    assert main([*COMMAND, f"{PLAN},offload=optimizer:file"]) == 0
+    assert "offload adds" in capsys.readouterr().out
+
+
+def test_a_cluster_without_files_is_refused_by_name(capsys):
+    assert (
+        main(
+            [
+                "simulate",
+                "--plan",
+                "offload=optimizer:file",
+                "--model",
+                "tiny",
+                "--cluster",
+                "laptop:1",
+                "--batch",
+                "1",
+            ]
+        )
+        == 2
+    )
+    assert "has no host.file_bandwidth" in capsys.readouterr().err

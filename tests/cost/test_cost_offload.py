@@ -5,17 +5,20 @@ import dataclasses
 import pytest
 
 from shoal.cluster import Cluster, Host
-from shoal.cost import Offload
 from shoal.cost.memory.memory import memory_of
+from shoal.cost.time.offload import staging_bytes
 from shoal.cost.time.step import Costs
-from shoal.errors import ClusterError, ConfigError, PlanError
+from shoal.errors import ClusterError
 from shoal.plan import SettledPlan
-from shoal.workload import shape, workload_of
+from shoal.workload import ModelShape, shape, workload_of
 
 WORKLOAD = workload_of(shape("llama3-8b"))
 HOST = Host(name="h", devices=8, memory=2e12, bandwidth=4e11, share=0.5, file_bandwidth=8e9)
-BATCH = 32
+SMALL = ModelShape(layers=8, hidden=64, ffn=64, heads=4, vocab=128, seq=8)
+COUNT = 4
+BATCH = 8 * COUNT
 ZERO3 = SettledPlan(dp=8, shard="zero3", microbatch=1, precision="bf16")
+STATE, ALL = "optimizer:file", "optimizer:file+gradients:file+parameters:file"
 OWNED = WORKLOAD.parameters / 8
 
 
@@ -24,76 +27,93 @@ def machine(link=5e10, host=HOST):
     return cluster.replace(host=host, device=dataclasses.replace(cluster.device, host_bandwidth=link))
 
 
-def offload(plan=ZERO3, cluster=None, **fields):
-    return Offload.of(Costs(WORKLOAD, cluster or machine()), plan, BATCH, **fields)
+def costs_of(cluster=None):
+    return Costs(WORKLOAD, cluster or machine())
 
 
-def test_an_update_on_the_host_takes_its_share_of_the_memory_s_rate_or_of_the_link():
+def offload(places, cluster=None, plan=ZERO3):
+    return costs_of(cluster).offload(plan.replace(offload=places), 0, COUNT)
+
+
+def test_an_update_on_the_host_passes_its_memory_and_goes_down_and_up_the_link():
+    found = offload("optimizer:host")
     memory = 4e11 * 0.5 / 8
-    assert offload().parts["update"] == pytest.approx(30 * OWNED / memory)
-    slow = offload(cluster=machine(link=1e8))
-    assert slow.parts["update"] == pytest.approx(2 * OWNED / 1e8)
+    assert found.parts["update"] == pytest.approx(28 * OWNED / memory + 12 * OWNED / 5e10)
+    assert found.file_bytes == 0
+    assert found.host_bytes == pytest.approx(8 * 8 * OWNED)
 
 
-def test_gradients_go_beside_the_last_backward_as_far_as_that_is_long():
-    assert offload().parts["gradients"] == 0
-    cluster = machine(link=1e8)
-    (stage,) = Costs(WORKLOAD, cluster).stages(ZERO3, 4)
-    exposed = offload(cluster=cluster).parts["gradients"]
-    assert exposed == pytest.approx(4 * OWNED / 1e8 - stage.input - stage.weight)
+def test_moments_in_files_are_read_and_written_once_in_a_step_beside_the_update():
+    found = offload(STATE)
+    assert found.file_bytes == pytest.approx(16 * OWNED)
+    assert found.parts["update"] == pytest.approx(16 * OWNED / 1e9)
+    quick = offload(STATE, machine(host=dataclasses.replace(HOST, file_bandwidth=1e15)))
+    assert quick.parts["update"] == pytest.approx(offload("optimizer:host").parts["update"])
 
 
-def test_state_in_files_is_read_and_written_once_in_a_step():
-    found = offload(to="file")
-    assert found.file_bytes == pytest.approx(2 * 12 * OWNED)  # moments and the fp32 weight
-    assert found.parts["update"] == pytest.approx(found.file_bytes / 1e9)
-
-
-def test_weights_in_the_host_s_memory_come_twice_for_each_micro_batch():
-    found = offload(what="parameters")
-    micro_batches = BATCH / 8
-    assert found.link_bytes == pytest.approx((4 + 2 * micro_batches * 2) * OWNED)
-    assert found.host_bytes == pytest.approx(8 * (12 + 2) * OWNED)
-
-
-@pytest.mark.parametrize("shard", ["none", "zero1", "zero2", "zero3", "zero3-once"])
-def test_the_device_is_left_with_what_still_computes(shard):
-    plan = ZERO3.replace(shard=shard)
-    (memory,) = memory_of(WORKLOAD, plan, BATCH)
-    left = memory.states - offload(plan).freed(memory) - memory.parts["gradients"]
-    shards = 8 if shard.startswith("zero3") else 1
-    assert left == pytest.approx(2 * WORKLOAD.parameters / shards)  # weights of 16 bit
-    if shard.startswith("zero3"):
-        assert offload(plan, what="parameters").freed(memory) == pytest.approx(
-            memory.parts["optimizer"] + memory.parts["weights"]
-        )
+def test_parameters_and_gradients_in_files_are_hidden_as_far_as_passes_are_long():
+    (stage,) = costs_of().stages(ZERO3, COUNT)
+    forward, backward = stage.forward, stage.input + stage.weight
+    found = offload(ALL)
+    second = OWNED / 1e9
+    assert found.parts["forward"] == pytest.approx(COUNT * max(0, 4 * second - forward))
+    assert found.parts["backward"] == pytest.approx(
+        max(0, 8 * second - backward) + (COUNT - 1) * max(0, 12 * second - backward)
+    )
+    assert found.parts["update"] == pytest.approx(28 * second)
+    assert found.file_bytes == pytest.approx((28 + COUNT * 4 + 8 + (COUNT - 1) * 12) * OWNED)
 
 
 def test_a_step_is_longer_by_what_is_exposed_less_the_passes_on_the_device():
-    found = offload(what="parameters", to="file")
-    costs = Costs(WORKLOAD, machine())
-    assert found.extra == pytest.approx(sum(found.parts.values()) - costs.update_of(ZERO3, 4))
-    assert set(found.parts) == {"gradients", "update", "weights"}
+    costs, plan = costs_of(), ZERO3.replace(offload=ALL)
+    extra = costs.update_of(plan, COUNT) - costs.update_of(ZERO3, COUNT)
+    assert extra == pytest.approx(costs.offload(plan, 0, COUNT).extra)
+    assert costs.least(plan, BATCH) == pytest.approx(costs.least(ZERO3, BATCH) + extra)
+
+
+@pytest.mark.parametrize("shard", ["none", "zero1", "zero2", "zero3", "zero3-once"])
+def test_memory_is_less_by_the_moments(shard):
+    plan = ZERO3.replace(shard=shard)
+    (before,), (after,) = (memory_of(WORKLOAD, each, BATCH) for each in (plan, plan.replace(offload=STATE)))
+    saved = before.parts["optimizer"] - after.parts["optimizer"]
+    shards = 1 if shard == "none" else 8
+    assert saved == pytest.approx(8 * WORKLOAD.parameters / shards)
+    assert after.peak - after.states == pytest.approx(before.peak - before.states)
+
+
+def test_with_all_state_in_files_buffers_and_one_pass_are_left():
+    plan = ZERO3.replace(offload=ALL)
+    (found,) = memory_of(WORKLOAD, plan, BATCH)
+    assert found.states == 0
+    end = WORKLOAD.embedding.parameters.total + WORKLOAD.end.parameters.total
+    assert found.parts["staging"] == staging_bytes(plan, OWNED, end / 8)[0]
+    assert staging_bytes(plan, 1000, 10) == (4 * 4 * 10, 4 * 3 * 4 * 1000)
+    tiny = workload_of(SMALL)
+    (found,) = memory_of(tiny, plan, BATCH)
+    assert found.moment == "optimizer"
+    assert found.peak == found.parts["staging"] == 3 * 4 * 4 * tiny.parameters / 8
+
+
+def test_on_cpus_the_host_s_memory_is_the_device_s():
+    cluster = Cluster.preset("laptop", 8)
+    plan = ZERO3.replace(offload="optimizer:host")
+    (found,), (before,) = (memory_of(WORKLOAD, each, BATCH, cluster) for each in (plan, ZERO3))
+    assert found == before
+    assert Costs(WORKLOAD, cluster).offload(plan, 0, COUNT).extra == 0
 
 
 def test_devices_that_have_a_host_alone_get_all_of_it():
-    alone = offload(cluster=machine(host=dataclasses.replace(HOST, devices=1)))
-    assert alone.parts["update"] == pytest.approx(offload().parts["update"] / 8)
+    alone = offload(STATE, machine(host=dataclasses.replace(HOST, devices=1)))
+    assert alone.parts["update"] == pytest.approx(offload(STATE).parts["update"] / 8)
 
 
 def test_what_cannot_be_offloaded_is_refused():
-    with pytest.raises(PlanError, match="shard=zero1"):
-        offload(ZERO3.replace(shard="zero1"), what="parameters")
-    with pytest.raises(ConfigError, match="optimiser"):
-        offload(what="optimiser")
-    with pytest.raises(ConfigError, match="to=disk"):
-        offload(to="disk")
     with pytest.raises(ClusterError, match="host_bandwidth"):
-        offload(cluster=machine(link=0.0))
+        offload("optimizer:host", machine(link=0.0))
     with pytest.raises(ClusterError, match="file_bandwidth"):
-        offload(cluster=machine(host=dataclasses.replace(HOST, file_bandwidth=0.0)), to="file")
+        offload(STATE, machine(host=dataclasses.replace(HOST, file_bandwidth=0.0)))
     with pytest.raises(ClusterError, match="on each host"):
-        offload(cluster=machine(host=dataclasses.replace(HOST, memory=1e9)))
+        offload("optimizer:host", machine(host=dataclasses.replace(HOST, memory=1e9)))
 
 
 def test_presets_of_accelerators_know_their_hosts_and_files_keep_them(tmp_path):

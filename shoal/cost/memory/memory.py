@@ -4,7 +4,7 @@ A rank holds the states of `states.py` all the time. Gradients that are sharded 
 one micro-batch, they exist in backward only. The rank also holds what `peak_candidates.py` lists for each
 moment of the step. `activation_peaks.py` says for how many micro-batches it holds activations, and
 `activations.py` how large these are. With pp > 1 there are also five messages of the stream: one received
-ahead, four being sent.
+ahead, four being sent. With `offload` there are the buffers of `staging_bytes`.
 
 These are the tensors. On a GPU torch also allocates WORKSPACES for matrix products: together that is the peak
 of allocated memory. To decide what fits, a Cluster adds its `reserved` bytes (contexts, libraries' buffers)
@@ -29,6 +29,7 @@ from shoal.cost.memory.activations import stream_bytes
 from shoal.cost.memory.peak_candidates import Moment, gathered_bytes, moments_of
 from shoal.cost.memory.rank import Outline, Pieces
 from shoal.cost.memory.states import States, states_of
+from shoal.cost.time.offload import staging_bytes, tiers_on
 from shoal.cost.time.split import flop_costs, pieces_by_stage
 from shoal.cost.time.step import Costs
 from shoal.plan import SettledPlan
@@ -56,7 +57,7 @@ class RankMemory:
         rank: Index along the axis `pp`; the ranks along the other axes hold as much.
         moment: Moment of the step: loss, head, block k from its end, or optimizer.
         parts: Bytes by name: weights, gradients, optimizer, activations, working, gathered, buckets,
-            messages, workspaces, fragments, reserved.
+            messages, staging, workspaces, fragments, reserved.
         states: Bytes of weights, gradients and optimizer between two steps.
         kept: Bytes that forwards keep for backward, with gathered weights if these are cut.
         tightness: Memory of the Cluster's `device` over the least memory of the devices that it sits on; 1
@@ -232,15 +233,32 @@ class Memories:
             "buckets": moment.buckets,
             "messages": rank.messages,
         }
+        name = moment.name
+        in_passes, in_update = self._staged(plan, rank.outline)
+        if in_update > moment.whole + in_passes:
+            name, in_passes = "optimizer", in_update
+            parts.update(dict.fromkeys(("activations", "working", "gathered", "buckets"), 0.0))
+        if in_passes:
+            parts["staging"] = in_passes
         if self.cluster is not None:
             parts["fragments"] = FRAGMENTS * sum(parts.values())
             parts["workspaces"] = 0.0 if self.cluster.cores else WORKSPACES
             parts["reserved"] = self.cluster.reserved
-        return RankMemory(rank.outline.index, moment.name, parts, sum(between), rank.kept, rank.tightness)
+        return RankMemory(rank.outline.index, name, parts, sum(between), rank.kept, rank.tightness)
+
+    def _staged(self, plan: SettledPlan, outline: Outline) -> tuple[float, float]:
+        """Return the bytes of buffers in the passes and in the update; on GPUs the host has them."""
+        if not plan.tiers.has_files or not (self.cluster is None or self.cluster.cores):
+            return 0.0, 0.0
+        shards = plan.shards * plan.cp
+        root = outline.ends.embedding + outline.ends.head
+        largest = max([root, *(each.parameters for each in outline.stack.layers)])
+        return staging_bytes(plan, (outline.dense + outline.experts) / shards, largest / shards)
 
     def _at_peak(self, plan: SettledPlan, batch: int, rank: _Rank, states: States) -> tuple[States, Moment]:
         """Return the states at a rank's peak, and its moment; `states` are those between two steps."""
-        if self.cluster is None and plan.sharding.cuts_gradients and batch == plan.dp * plan.microbatch:
+        are_freed = plan.sharding.cuts_gradients and plan.tiers.gradients == "device"
+        if self.cluster is None and are_freed and batch == plan.dp * plan.microbatch:
             shards = plan.shards * plan.cp
             highest = max(rank.moments, key=lambda moment: moment.whole + moment.freed / shards)
             return states._replace(gradients=highest.freed / shards), highest
@@ -249,11 +267,12 @@ class Memories:
     def _states(self, plan: SettledPlan, outline: Outline) -> States:
         """Return the bytes of the states of all parameters of a rank, between two steps."""
         shards = plan.shards * plan.cp
-        weights, gradients, optimizer = states_of(plan, shards)
+        tiers = tiers_on(plan, self.cluster)
+        weights, gradients, optimizer = states_of(plan, shards, tiers)
         dense, experts = outline.dense, outline.experts
         if not experts:
             return States(dense * weights, dense * gradients, dense * optimizer)
-        of_expert = states_of(plan, shards / plan.ep)
+        of_expert = states_of(plan, shards / plan.ep, tiers)
         return States(
             dense * weights + experts * of_expert.weights,
             dense * gradients + experts * of_expert.gradients,

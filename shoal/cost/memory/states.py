@@ -9,14 +9,15 @@
 
 These are bytes per parameter. s is the sharding degree, w the bytes of a weight, and m those of the
 optimizer's own copy of the weight: in fp32 w = 4 and m = 0, in bf16 w = 2 and m = 4. With zero3 and
-zero3-once that copy is the only one between two steps. Looser exchange keeps more: see `_of_exchange`.
+zero3-once that copy is the only one between two steps. Looser exchange keeps more: see `_of_exchange`. With
+`offload` a part that is outside of the device counts as nothing; of the optimizer's these are the moments.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from shoal.plan import Plan
+from shoal.plan import Plan, Tiers
 
 __all__ = ["States", "state_bytes", "states_of"]
 
@@ -37,21 +38,25 @@ class States(NamedTuple):
     optimizer: float
 
 
-def states_of(plan: Plan, shards: float) -> States:
+def states_of(plan: Plan, shards: float, tiers: Tiers | None = None) -> States:
     """Return the bytes for each parameter that a rank has after tensor and expert parallelism.
 
     Args:
         plan: The Plan, which says precision and sharding.
         shards: Sharding degree: the number of ranks that a state is cut over.
+        tiers: Where states are kept; None for the Plan's `offload` on a CPU.
     """
+    tiers = plan.tiers.of_cpu if tiers is None else tiers
     shards = max(shards, 1)
     width, copy = (2.0, _FP32) if plan.element_bytes == 2 else (_FP32, 0.0)
-    moments = 2 * _FP32
+    moments = 2 * _FP32 if tiers.optimizer == "device" else 0.0
     sharding = plan.sharding
     cut = shards if sharding.cuts_optimizer else 1
+    weights = _FP32 / shards if sharding.cuts_weights else width
+    gradients = _FP32 / shards if sharding.cuts_gradients else _FP32
     return States(
-        _FP32 / shards if sharding.cuts_weights else width,
-        _FP32 / shards if sharding.cuts_gradients else _FP32,
+        weights if tiers.parameters == "device" else 0.0,
+        gradients if tiers.gradients == "device" else 0.0,
         (moments if sharding.cuts_weights else moments + copy) / cut + _of_exchange(plan, cut),
     )
 

@@ -26,7 +26,6 @@ longest: `at` gives the costs there, which are those of a uniform Cluster.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -43,42 +42,16 @@ from shoal.cost.time.hosts import HostCosts, host_costs
 from shoal.cost.time.jitter import straggler_share
 from shoal.cost.time.least import Beside, Passes, least_end
 from shoal.cost.time.merges import Merge, merge_of
+from shoal.cost.time.offload import Offload, offload_of
 from shoal.cost.time.passes import stream_seconds
 from shoal.cost.time.split import pieces_by_stage
+from shoal.cost.time.stage_cost import StageCost, backward_waited_for, works_by_stage
 from shoal.cost.time.update import gradient_sum_bytes, update_bytes
 from shoal.plan import Boundary, Groups, SettledPlan
 from shoal.plan.stages import Cost
 from shoal.workload import Block, Parameters, Workload
 
 __all__ = ["Costs", "StageCost"]
-
-
-@dataclass(frozen=True, slots=True)
-class StageCost:
-    """Seconds of all stages of one rank, for one micro-batch.
-
-    Attributes:
-        forward, input, weight: Seconds of forward and of the two halves of backward, with waits in blocks.
-        tensor, context, expert: Seconds of communication in these, forward and backward together.
-        late: Seconds in these that ranks wait for late ranks.
-        parameters: Number of parameters on the rank.
-        stages: Work of each stage.
-    """
-
-    forward: float
-    input: float
-    weight: float
-    tensor: float
-    context: float
-    expert: float
-    late: float
-    parameters: Parameters
-    stages: tuple[StageWork, ...]
-
-    @property
-    def total(self) -> float:
-        """Seconds of forward and backward."""
-        return self.forward + self.input + self.weight
 
 
 class _Exchange(NamedTuple):
@@ -166,7 +139,7 @@ class Costs:
     def _least(self, plan: SettledPlan, batch: int, passes: float = 0.0, *, smaller: bool = False) -> float:
         count = plan.microbatches_of(batch)
         stages = self.stages(plan, count)
-        works = _by_stage(plan, stages)
+        works = works_by_stage(plan, stages)
         alike = self._alike(plan, works, smaller)
         exchanges = [alike[id(work)] for work in works]
         gathered, before = [0.0] * plan.pp, []  # a rank gathers its stages' weights one after another
@@ -195,7 +168,7 @@ class Costs:
         """Return what gradients and weights add to a stage, at least; also with `smaller` buckets."""
         exchange = self._data_parallel[smaller]
         forward, backward = exchange.in_passes(plan, work)
-        back = _back(plan, work) if plan.has_halves else work.backward + backward
+        back = backward_waited_for(plan, work) if plan.has_halves else work.backward + backward
         return _Exchange(
             Passes(work.forward + forward, work.backward + backward, back),
             exchange.before_step(plan, work),
@@ -218,7 +191,7 @@ class Costs:
         """Return the seconds of the slowest rank's optimizer, of its sums of gradients, and of its merges."""
         stages = self.stages(plan, count)
         mesh = plan.dp, plan.replicate, plan.order
-        key = id(stages), mesh, plan.shard, count, plan.reduce, plan.compress, plan.exchanged
+        key = id(stages), mesh, plan.shard, count, plan.reduce, plan.compress, plan.exchanged, plan.offload
         found = self._updates.get(key)
         if found is None:
             ranks = enumerate(stages)
@@ -232,12 +205,24 @@ class Costs:
 
     def after_at(self, plan: SettledPlan, place: int, parameters: Parameters, count: int) -> float:
         """Return the seconds of `after` on those devices at a place along the pipeline that take longest."""
-        return max(each.after(plan, parameters, count) for each in self.all_at(plan, place))
+        seconds = max(each.after(plan, parameters, count) for each in self.all_at(plan, place))
+        return seconds + (self.offload(plan, place, count).extra if plan.tiers.moved else 0.0)
+
+    def offload(self, plan: SettledPlan, place: int, count: int) -> Offload:
+        """Return the effect of the Plan's `offload` on the ranks at a place along the pipeline.
+
+        Raises:
+            ClusterError: A rate of the host is not known, or its memory is too small.
+        """
+        stage, here = self.stages(plan, count)[place], self.at(plan, place)
+        passes = stage.forward, stage.input + stage.weight
+        owned, update = owned_by_rank(stage.parameters, plan), here.update(plan, stage.parameters)
+        return offload_of(here.cluster, plan, owned, passes, count, update)
 
     def least_of_passes(self, plan: SettledPlan, count: int) -> float:
         """Return a lower bound on the seconds of `count` micro-batches, for any sharding of the state."""
-        works = _by_stage(plan, self.stages(plan, count))
-        unsharded = [Passes(each.forward, each.backward, _back(plan, each)) for each in works]
+        works = works_by_stage(plan, self.stages(plan, count))
+        unsharded = [Passes(each.forward, each.backward, backward_waited_for(plan, each)) for each in works]
         return least_end(plan, unsharded, self.sends(plan), count)
 
     def sends(self, plan: SettledPlan) -> list[float]:
@@ -387,14 +372,3 @@ class Costs:
         """Return the seconds in which torch adds the gradients of `count` micro-batches to sums in fp32."""
         nbytes = gradient_sum_bytes(plan, parameters, count, self.workload, is_torch=self._is_torch)
         return stream_seconds(self.cluster.device, nbytes, 0)
-
-
-def _by_stage(plan: SettledPlan, stages: Sequence[StageCost]) -> list[StageWork]:
-    """Return the work of each stage of the pipeline, from that of each rank."""
-    held = [iter(each.stages) for each in stages]
-    return [next(held[rank]) for rank in (plan.placement if plan.pp > 1 else (0,))]
-
-
-def _back(plan: SettledPlan, work: StageWork) -> float:
-    """Return the seconds of the part of a stage's backward that the stage before waits for."""
-    return work.backward - work.weight if plan.has_halves else work.backward

@@ -3,7 +3,7 @@
 weights    [elements], the type that computes; the model's parameters are views of it
 master     this rank's rows, fp32; the optimizer changes them. If the weights are fp32 too and stay in
            memory, they are rows of the weights; otherwise they have memory of their own. Rows of parameters
-           that are not trained have the type that computes.
+           that are not trained have the type that computes. In files (`offload`) they are read for a gather.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from shoal.parallel.axes import Family
 from shoal.parallel.communication import Pending, new_buffer
 from shoal.parallel.exchange.compressing import Compressing
 from shoal.parallel.layout import BucketLayout, Cut, memory_order
+from shoal.parallel.offload.state_file import aligned_buffer
+from shoal.parallel.offload.storage import Storage
+from shoal.parallel.offload.stored_shard import Stored, StoredShard, note_norms
 from shoal.parallel.owned import Frozen, Owned, as_sharded
 from shoal.parallel.striped import Striped
 
@@ -42,6 +45,7 @@ class Bucket:
         cuts: This rank's block of each parameter that tp or ep cuts, by name.
         wire: Type in which ranks send each other gradients.
         compressing: How ranks compress gradients that they send each other; None if they do not.
+        storage: Files for the rows that this rank owns, or for their gradients; None if there are none.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class Bucket:
         cuts: Mapping[str, Cut],
         wire: torch.dtype = torch.float32,
         compressing: Compressing | None = None,
+        storage: Storage | None = None,
     ) -> None:
         self.name = name
         self.compressing = compressing
@@ -80,6 +85,9 @@ class Bucket:
         self._views = self.layout.views(self.weights)
         self._weight_parts = self.parts(self.weights)
         self._shares_memory = resident and dtype == kept
+        self._shard: StoredShard | None = None
+        if storage is not None and not resident:
+            self._shard = StoredShard(storage, self.layout.packed_elements, kept, trains=self.trains)
         self._master = self._weight_parts if self._shares_memory else self._copied(self.parts(first))
         self._striped = Striped(family.shard, self.layout.stripes)
         self.gradients = Striped(family.reduce, self.layout.gradient_stripes)
@@ -111,12 +119,19 @@ class Bucket:
             storage.resize_(self.weights.numel() * self.weights.element_size())
             self._show_weights()
             self.dropped = False
+        if self._shard is not None and self._shard.parameters is not None:
+            self._shard.start_read()
+            return
         if not self._shares_memory:
             torch._foreach_copy_(self._weight_parts, self._master)
         self._gathering = self._striped.all_gather(self.weights, self.name)
 
     def finish_gather(self) -> None:
         """Wait for a gather that was begun, if there is one."""
+        if self._shard is not None and self._shard.is_reading:
+            read = self.layout.packed_parts(self._shard.finish_read(), self.family.shard.index)
+            torch._foreach_copy_(self._weight_parts, read)
+            self._gathering = self._striped.all_gather(self.weights, self.name)
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
@@ -137,10 +152,36 @@ class Bucket:
         """Return copies of the parts, as views of one new tensor."""
         if not parts:
             return []
-        packed = parts[0].new_zeros(self.layout.packed_elements)
+        if self._shard is not None and self._shard.parameters is not None:
+            packed = self._shard.parameters.tensor
+        else:
+            packed = parts[0].new_zeros(self.layout.packed_elements)
         copies = self.layout.packed_parts(packed, self.family.shard.index)
         torch._foreach_copy_(copies, list(parts))
         return copies
+
+    @property
+    def stores_gradients(self) -> bool:
+        """Whether the gradients of owned parameters are kept in a file."""
+        return self._shard is not None and self._shard.gradients is not None
+
+    def store_gradients(self) -> None:
+        """Move the gradients of owned parameters to the file."""
+        assert self._shard is not None
+        assert self._shard.gradients is not None
+        index = self.family.shard.index
+        staged = aligned_buffer(self._shard.elements, torch.float32)
+        mapped = self.layout.packed_parts(self._shard.gradients.tensor, index)
+        noted = []
+        parts = self.layout.packed_parts(staged, index)
+        for owned, part, view in zip(self.owned, parts, mapped, strict=True):
+            if owned.gradient is not None and owned.stored is not None:
+                part.copy_(owned.gradient)
+                owned.give(view)
+                if owned.family.tied_ranks is None:  # otherwise another stage's gradient is still to be added
+                    noted.append((owned.stored, part, view))
+        note_norms(noted)
+        self._shard.write_gradients(staged)
 
     def _show_weights(self) -> None:
         for parameter, view in zip(self.parameters, self._views, strict=True):
@@ -164,6 +205,7 @@ class Bucket:
                     local,
                     self.family,
                     cut,
+                    None if self._shard is None else Stored(self._shard, slot.packed),
                 )
             )
         return owned

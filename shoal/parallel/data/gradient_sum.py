@@ -155,7 +155,10 @@ class GradientSum:
             self.give()
             return
         for index, part in self._finish():
-            self.bucket.owned[index].give(self._with_carried(index, part.clone()))
+            stays = not self.bucket.stores_gradients
+            self.bucket.owned[index].give(self._with_carried(index, part.clone() if stays else part))
+        if self.bucket.stores_gradients:
+            self.bucket.store_gradients()
         self._detach()
         self._buffer = None
         self._views = []

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,9 +16,10 @@ from shoal.parallel.data.blocks import Group, Run, parameter_runs
 from shoal.parallel.data.bucket import Bucket, Fill
 from shoal.parallel.exchange.compressing import Compressing
 from shoal.parallel.layout import Cut
+from shoal.parallel.offload.storage import Storage
 from shoal.parallel.owned import Frozen, Owned
 
-__all__ = ["Exchanging", "Setup", "Strategy"]
+__all__ = ["Exchanging", "Setup", "Strategy", "in_all"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,7 @@ class Setup:
         in_fp32: Names of the parameters that compute in fp32 whatever `dtype` is.
         names: Names of the parameters that the strategy manages; None for all.
         entry: The module whose forward uses all these parameters; None for the model.
+        storage: Where state is kept outside of the device; None if all is on it.
     """
 
     model: nn.Module
@@ -61,6 +63,7 @@ class Setup:
     in_fp32: frozenset[str] = frozenset()
     names: frozenset[str] | None = None
     entry: nn.Module | None = None
+    storage: Storage | None = None
 
     @property
     def named(self) -> Sequence[tuple[str, nn.Parameter]]:
@@ -128,6 +131,7 @@ class Setup:
                     cuts=self.cuts,
                     wire=self.wire,
                     compressing=self.compressing,
+                    storage=self.storage,
                 ),
             )
             for number, (family, dtype, group) in enumerate(groups)
@@ -246,3 +250,12 @@ class Strategy(ABC):
     @abstractmethod
     def changed(self) -> None:
         """Note that owned parameters were changed other than after a backward; callers must report this."""
+
+
+@contextmanager
+def in_all(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
+    """Enter the contexts of all strategies."""
+    with ExitStack() as stack:
+        for each in contexts:
+            stack.enter_context(each)
+        yield

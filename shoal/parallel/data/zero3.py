@@ -51,6 +51,7 @@ class _ShardedWeights(Strategy):
     def __init__(self, setup: Setup, *, sums_stay: bool) -> None:
         self._sums_stay = sums_stay
         self.compressing = setup.compressing
+        self._storage = setup.storage
         # The positions of buckets whose gradients are reduced, by block; the last are the root's.
         self._positions: list[list[int]] = [[] for _ in range(len(setup.blocks) + 1)]
         held: list[list[Bucket]] = [[] for _ in self._positions]
@@ -237,6 +238,8 @@ class _ShardedWeights(Strategy):
         if has_ended:
             self._read.clear()
             self._drop_own()
+        if self._storage is not None:
+            self._storage.settle()
         if not (self._accumulating or self._reduction.is_paused):
             self.note_step()
 

@@ -39,7 +39,7 @@ def measure_gradient(owned: Sequence[Owned], parts: Axis, device: torch.device) 
     graded = [(each, gradient) for each in owned if (gradient := each.gradient) is not None]
     norms = torch.zeros(0, dtype=torch.float64, device=device)
     if graded:
-        norms = torch.stack(list(torch._foreach_norm([gradient for _, gradient in graded]))).double()
+        norms = torch.stack(_norms(graded)).double()
     squares = norms.square()
     copies = tuple(each.family.copies for each, _ in graded)
     if max(copies, default=1) > 1:
@@ -47,6 +47,14 @@ def measure_gradient(owned: Sequence[Owned], parts: Axis, device: torch.device) 
     total = squares.sum()
     parts.all_reduce(total, "gradient norm").wait()
     return GradientNorm(total.sqrt(), [each.name for each, _ in graded], norms)
+
+
+def _norms(graded: Sequence[tuple[Owned, torch.Tensor]]) -> list[torch.Tensor]:
+    """Return the norm of each gradient; of those in files as they were when they were written."""
+    known = [None if each.stored is None else each.stored.norm_of(gradient) for each, gradient in graded]
+    others = [gradient for (_, gradient), norm in zip(graded, known, strict=True) if norm is None]
+    computed = iter(torch._foreach_norm(others) if others else ())
+    return [next(computed) if norm is None else norm for norm in known]
 
 
 def limit_gradients(owned: Sequence[Owned], norm: torch.Tensor, limit: float) -> None:

@@ -1,0 +1,171 @@
+"""Seconds and bytes of a step whose state is outside of the device: a Plan's `offload`.
+
+A rank's optimizer owns N elements. L is the rate of the device's link to the host in one direction. H and D
+are one device's share of the rates of the host's memory and of its files. F and B are the seconds of a
+micro-batch's forward and backward on the rank, in each of m micro-batches. The seconds of one step are:
+
+    update      The optimizer passes 28 N bytes through the host's memory. On a GPU gradients and values come
+                down the link before that, 8 N bytes, and values go up after it, 4 N. Meanwhile files are read
+                and written: moments 16 N, gradients 4 N, parameters 8 N bytes. The longer of both counts:
+                max(28 N / H + 12 N / L, files / D). It replaces the optimizer's passes on the device
+    forward     Parameters in files are read while the block before computes: m max(0, 4 N / D - F)
+    backward    Parameters are read again, 4 N bytes, and gradients written, 4 N; after the first micro-batch
+                the sum of gradients so far is read too, 4 N: the sum of max(0, bytes / D - B)
+
+Only what is in files counts for D. With optimizer:host the host's memory holds the moments. Buffers of blocks
+are in the host's memory too, which on CPUs is the device's: see `staging_bytes`.
+
+On CPUs there is no link, H is the rate of the device's memory, and optimizer:host changes nothing. Compare
+ZeRO-Offload (Ren et al., arXiv:2101.06840) and ZeRO-Infinity (Rajbhandari et al., arXiv:2104.07857).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from shoal.cluster import Cluster
+from shoal.errors import ClusterError
+from shoal.plan import BLOCK_ELEMENTS, BUFFERS, Plan, Tiers
+from shoal.units import format_bytes
+
+__all__ = ["Offload", "offload_of", "staging_bytes", "tiers_on"]
+
+_FP32 = 4.0  # bytes
+_MOMENTS = 2
+_ADAM_BYTES = 28  # reads gradient, value and two moments in fp32, writes the last three
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """The effect on a step of keeping state outside of the device.
+
+    Attributes:
+        parts: Exposed seconds of a step, by name: forward, backward, update.
+        replaced: Seconds that the step saves: the optimizer's passes on the device.
+        link_bytes: Bytes in a step over the device's link, in both directions.
+        file_bytes: Bytes in a step to and from files.
+        host_bytes: Bytes that a host's devices together keep in the host's memory or in files.
+    """
+
+    parts: Mapping[str, float]
+    replaced: float
+    link_bytes: float
+    file_bytes: float
+    host_bytes: float
+
+    @property
+    def extra(self) -> float:
+        """Seconds that offloading adds to a step."""
+        return sum(self.parts.values()) - self.replaced
+
+
+def tiers_on(plan: Plan, cluster: Cluster | None) -> Tiers:
+    """Return where a Plan's state is on a Cluster's devices; None is taken for CPUs."""
+    return plan.tiers.of_cpu if cluster is None or cluster.cores else plan.tiers
+
+
+def offload_of(
+    cluster: Cluster,
+    plan: Plan,
+    owned: float,
+    passes: tuple[float, float],
+    count: int,
+    update: float,
+) -> Offload:
+    """Return the effect of a Plan's `offload` on a rank.
+
+    Args:
+        cluster: The machines.
+        plan: The Plan.
+        owned: Number of elements that the rank's optimizer owns.
+        passes: Seconds of a micro-batch's forward and backward on the rank.
+        count: Micro-batches of a step.
+        update: Seconds of the optimizer's passes on the device.
+
+    Raises:
+        ClusterError: A rate of the host is not known, or its memory is too small.
+    """
+    tiers = tiers_on(plan, cluster)
+    if not tiers.moved:
+        return Offload({}, 0.0, 0.0, 0.0, 0.0)
+    forward, backward = passes
+    shard = _FP32 * owned
+    in_files = {part: float(place == "file") for part, place in tiers.moved.items()}
+    reads, gradients = in_files.get("parameters", 0.0), in_files.get("gradients", 0.0)
+    rate = _file_rate(cluster) if tiers.has_files else float("inf")
+    first, later = reads + gradients, reads + 2 * gradients
+    files = shard * (2 * _MOMENTS * in_files.get("optimizer", 0.0) + gradients + 2 * reads)
+    made, link = update, 0.0
+    if not cluster.cores:
+        link = 3 * shard
+        made = _ADAM_BYTES * owned / _host_rate(cluster) + link / _link_rate(cluster)
+    kept = shard * (_MOMENTS + gradients + reads)
+    sharing = min(cluster.host.devices, cluster.devices_per_node)
+    if tiers.optimizer == "host" and kept * sharing > cluster.host.memory:
+        raise ClusterError(
+            f"offload={plan.offload} takes {format_bytes(round(kept * sharing))} on each host, which has "
+            f"{format_bytes(round(cluster.host.memory))}",
+            possible="more sharding, more hosts, or optimizer:file",
+            change="shard the state over more ranks, or write offload=optimizer:file",
+        )
+    return Offload(
+        parts={
+            "forward": count * max(0.0, reads * shard / rate - forward),
+            "backward": max(0.0, first * shard / rate - backward)
+            + (count - 1) * max(0.0, later * shard / rate - backward),
+            "update": max(made, files / rate),
+        },
+        replaced=update,
+        link_bytes=link,
+        file_bytes=files + shard * (count * reads + first + (count - 1) * later),
+        host_bytes=kept * sharing,
+    )
+
+
+def staging_bytes(plan: Plan, owned: float, largest: float) -> tuple[float, float]:
+    """Return the bytes of the buffers through which state passes to and from files.
+
+    In forwards and backwards these are a shard of parameters that is read, and the gradients of up to three
+    buckets that are written; then, while the optimizer steps, three blocks of each array in files.
+
+    Args:
+        plan: The Plan.
+        owned: Number of elements that the rank's optimizer owns.
+        largest: Number of elements of the rank's largest shard of a bucket.
+
+    Returns:
+        The bytes in forwards and backwards, and those in the optimizer's step.
+    """
+    tiers = plan.tiers
+    if not tiers.has_files:
+        return 0.0, 0.0
+    reads, gradients = tiers.parameters == "file", tiers.gradients == "file"
+    blocks = BUFFERS * (_MOMENTS + reads + gradients) * min(BLOCK_ELEMENTS, owned)
+    return _FP32 * largest * (reads + 3 * gradients), _FP32 * blocks
+
+
+def _link_rate(cluster: Cluster) -> float:
+    return _known(cluster, "device.host_bandwidth", cluster.device.host_bandwidth)
+
+
+def _host_rate(cluster: Cluster) -> float:
+    host = cluster.host
+    rate = _known(cluster, "host.bandwidth", host.bandwidth) * host.share
+    return rate / min(host.devices, cluster.devices_per_node)
+
+
+def _file_rate(cluster: Cluster) -> float:
+    host = cluster.host
+    rate = _known(cluster, "host.file_bandwidth", host.file_bandwidth)
+    return rate / min(host.devices, cluster.devices_per_node)
+
+
+def _known(cluster: Cluster, name: str, rate: float) -> float:
+    if not rate:
+        raise ClusterError(
+            f"{cluster.name} has no {name}, which offload needs",
+            possible="bytes/s above 0",
+            change=f"write {name} into the cluster's .toml file, or choose another cluster",
+        )
+    return rate

@@ -1,0 +1,80 @@
+"""What an optimizer keeps for each element, found by steps on a small matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shoal.errors import ConfigError
+
+__all__ = ["element_states"]
+
+_ROWS, _COLUMNS, _CUT = 8, 16, 64
+_STEPS = 2
+
+
+def element_states(
+    make: Callable[..., Optimizer], settings: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+) -> dict[str, torch.dtype]:
+    """Return the names and types of the states that an optimizer keeps for each element.
+
+    Args:
+        make: Makes the optimizer, from groups and options.
+        settings: The settings of each of its groups.
+        options: Its options.
+
+    Raises:
+        ConfigError: It cannot make its step from parts of a parameter, one part after another.
+    """
+    found: dict[str, torch.dtype] = {}
+    for each in settings:
+        try:
+            whole, states = _trained(make, each, options, parts=1)
+            parts, _ = _trained(make, each, options, parts=2)
+        except Exception as error:
+            raise _refused(make, f"it raised {type(error).__name__}: {error}") from error
+        if not torch.equal(whole, parts):
+            raise _refused(make, "a matrix gets other values when it is updated in two parts")
+        found.update(states)
+    return found
+
+
+def _trained(
+    make: Callable[..., Optimizer], settings: Mapping[str, Any], options: Mapping[str, Any], *, parts: int
+) -> tuple[torch.Tensor, dict[str, torch.dtype]]:
+    """Return a matrix after some steps, whole or as flat parts in turn, and its states for each element."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (_ROWS, _COLUMNS)
+    value = torch.randn(shape, generator=generator)
+    pieces = [value] if parts == 1 else list(value.view(-1).split([_CUT, value.numel() - _CUT]))
+    held = [nn.Parameter(piece, requires_grad=False) for piece in pieces]
+    optimizer = make([{**settings, "params": held}], **options)
+    for _ in range(_STEPS):
+        gradient = torch.randn(shape, generator=generator)
+        for index, parameter in enumerate(held):
+            parameter.grad = (
+                gradient
+                if parts == 1
+                else gradient.view(-1).split([_CUT, value.numel() - _CUT])[index].clone()
+            )
+        for parameter in held:
+            optimizer.param_groups[0]["params"] = [parameter]
+            optimizer.step()
+    states = {
+        key: state.dtype
+        for key, state in optimizer.state[held[0]].items()
+        if isinstance(state, torch.Tensor) and state.shape == held[0].shape
+    }
+    return value, states
+
+
+def _refused(make: Callable[..., Optimizer], reason: str) -> ConfigError:
+    return ConfigError(
+        f"{getattr(make, '__name__', repr(make))} cannot have its state offloaded: {reason}",
+        possible="optimizers that change each element by itself, such as adamw, lion, or sgd with momentum",
+        change="choose such an optimizer, or leave out offload",
+    )
