@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
 def words_of(folder, *more):
     settings = (
         f"model=hf:{folder / 'model'}",
-        f"data.tokenizer={folder / 'model'}",
+        f"data.tokenizer={folder / 'model' / 'tokenizer.json'}",
         f"data.source={folder / 'train.tsv'}",
         f"data.validation={folder / 'dev.tsv'}",
         f"data.cache={folder / 'cache'}",
