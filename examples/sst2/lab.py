@@ -22,7 +22,8 @@ from shoal.timeline import NamedCollective, Timeline, named_collectives
 
 HERE = Path(__file__).resolve().parent
 PLANS = {"ddp": "dp=2", "zero3": "dp=2,shard=zero3"}
-BUCKETS = ("256KiB", "1MiB", "4MiB")
+WITH_WEIGHTS = HERE / "sst2.toml", ("1MiB", "8MiB", "64MiB")
+WITHOUT = HERE / "small.toml", ("256KiB", "1MiB", "4MiB")
 BUCKET_STEPS = 30
 
 
@@ -30,15 +31,18 @@ def main() -> None:
     """Run the lab."""
     arguments = parse()
     settings = prepare(arguments)
+    has_weights = arguments.model is not None and any(arguments.model.glob("*.safetensors"))
+    config, sizes = WITH_WEIGHTS if has_weights else WITHOUT
     for name, plan in PLANS.items():
-        train(arguments.out / name, plan, settings)
+        train(config, arguments.out / name, plan, settings)
         run("report", arguments.out / name, "--collectives")
 
     cost = measure_all_reduce()
     rows = []
-    for size in BUCKETS:
+    short = [*settings, f"steps={BUCKET_STEPS}", "optimizer.warmup=1"]
+    for size in sizes:
         folder = arguments.out / f"bucket-{size}"
-        train(folder, f"dp=2,bucket={size}", [*settings, f"steps={BUCKET_STEPS}", "optimizer.warmup=1"])
+        train(config, folder, f"dp=2,bucket={size}", short)
         rows.append(row(size, gradients_of(Timeline.read(Run.open(folder).timeline)), cost))
     alpha, beta = f"{cost.alpha * 1e6:.0f} us a call (alpha)", f"{cost.beta * 1e9:.3f} ns a byte (beta)"
     print(f"\nall_reduce alone: {alpha} and {beta}")
@@ -91,19 +95,10 @@ def find(folder: Path, name: str) -> Path:
     return found[0]
 
 
-def train(folder: Path, plan: str, settings: list[str]) -> None:
+def train(config: Path, folder: Path, plan: str, settings: list[str]) -> None:
     """Train with two ranks under a Plan."""
-    has_weights = any(Path(settings[0].removeprefix("model=hf:")).glob("*.safetensors"))
-    config = HERE / ("sst2.toml" if has_weights else "small.toml")
-    run(
-        "train",
-        config,
-        "--plan",
-        plan,
-        "--run",
-        folder,
-        *(word for each in settings for word in ("--set", each)),
-    )
+    words = [word for each in settings for word in ("--set", each)]
+    run("train", config, "--plan", plan, "--run", folder, *words)
 
 
 def run(*words: object) -> None:
@@ -117,7 +112,7 @@ def run(*words: object) -> None:
 def measure_all_reduce() -> AlphaBeta:
     """Return the seconds of a call and of a byte of all-reduce between two ranks that do nothing else."""
     backend = "nccl" if torch.cuda.device_count() > 1 else "shoal"
-    command = ["-m", "shoal", "bench", "--backend", backend, "--sizes", "16KiB:16MiB:x4", "--json"]
+    command = ["-m", "shoal", "bench", "--backend", backend, "--sizes", "16KiB:64MiB:x4", "--json"]
     printed = subprocess.run([sys.executable, *command], check=True, capture_output=True, text=True).stdout
     rows = json.loads(printed)["rows"]
     sizes, seconds = [each["bytes"] for each in rows], [each["median"] for each in rows]

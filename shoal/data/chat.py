@@ -187,7 +187,16 @@ def _load(folder: Path) -> Any:
         import transformers
     except ImportError as error:
         raise MissingExtraError("a chat template", package="transformers", extra="hf") from error
-    return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    try:
+        return transformers.AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:
+        raise DataError(
+            f"transformers cannot load the tokenizer {str(folder)!r}: {type(error).__name__}: {error}",
+            possible="a folder with tokenizer.json and tokenizer_config.json",
+            change="copy the folder of the model again",
+        ) from error
 
 
 def _require_messages(messages: Any, place: str) -> None:

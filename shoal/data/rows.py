@@ -215,7 +215,7 @@ def _no_text_in_field(where: str, field: str, texts: list[str]) -> DataError:
     return DataError(
         f"{where} has no text in the field {field!r}{nearest(field, texts)}",
         possible="fields that hold text: " + (", ".join(texts) or "none here"),
-        change="name the field in data.field",
+        change="name the field in data.field, or leave such files out with data.suffixes",
     )
 
 

@@ -186,6 +186,13 @@ def _append_conversations(
     _require_rows(file, "messages")
     for place, number, messages in read_conversations(file, config.messages):
         ids, is_answer = template.encode(messages, place)
+        if ids.max(initial=0) >= tokenizer.vocab_size:
+            raise DataError(
+                f"{place} has the id {ids.max()} under the chat template, and the tokenizer.json of "
+                f"{tokenizer.name!r} has ids from 0 to {tokenizer.vocab_size - 1}",
+                possible="a tokenizer.json with all tokens that tokenizer_config.json adds",
+                change="load the tokenizer with transformers, and save it again",
+            )
         part = split.part(f"{file.name}#{number}")
         part.append(ids + tokenizer.vocab_size * is_answer)
         part.append(np.array([2 * tokenizer.vocab_size]))

@@ -2,8 +2,9 @@
 
 `TransformerConfig` is a shape, `preset` names the known ones, `Transformer` is the module. `build` turns
 the `model` of a configuration (a preset, a factory, a Hugging Face folder) into a module; the trainer
-calls it, then trains on `next_token_loss`. A `Task` is a module with inputs and a loss of its own. `generate`
-samples from what was trained. `trace` makes a Workload of any module, for the planner.
+calls it, then trains on `next_token_loss`. A `Classifier` says which classes a folder's model has. A `Task`
+is a module with inputs and a loss of its own. `generate` samples from what was trained. `trace` makes a
+Workload of any module, for the planner.
 """
 
 from shoal.models.as_llama import llama_config, llama_name

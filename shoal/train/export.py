@@ -201,10 +201,10 @@ def _shards(
 def _copy_tokenizer(config: TrainConfig, folder: Path | None, target: Path) -> bool:
     """Copy the run's tokenizer, or else the one that came with the model; return whether there is one."""
     given = Path(config.data.tokenizer)
-    if given.is_file():
+    if given.is_file() and given.name != "tokenizer.json":
         shutil.copyfile(given, target / "tokenizer.json")
         return True
-    source = given if given.is_dir() else folder
+    source = given.parent if given.is_file() else given if given.is_dir() else folder
     if source is None:
         return False
     found = [file for pattern in _OF_TOKENIZERS for file in source.glob(pattern) if file.is_file()]

@@ -1,5 +1,6 @@
 """The lab of examples/sst2 learns its stand-in, and accounts for each bucket."""
 
+import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -36,7 +37,7 @@ def runs(lab, ranks, tmp_path_factory):
     given = Namespace(data=None, model=None, out=folder, settings=list(settings))
     words = [word for each in lab.prepare(given) for word in ("--set", each)]
     for name, plan in lab.PLANS.items():
-        words_of_run = [str(FOLDER / "small.toml"), *words, "--plan", plan, "--run", name]
+        words_of_run = [str(lab.WITHOUT[0]), *words, "--plan", plan, "--run", name]
         train(ranks, words_of_run, folder, on=2)
     return {name: Run(folder / name) for name in lab.PLANS}
 
@@ -70,3 +71,16 @@ def test_each_bucket_has_its_bytes_and_its_prediction(lab, runs):
     cost = AlphaBeta(1e-3, 1e-9)
     predicted = lab.row("1MiB", buckets, cost).split()[3]
     assert float(predicted) == pytest.approx(len(buckets) + 4e-6 * parameters, rel=0.01)
+
+
+@pytest.mark.long
+def test_the_whole_lab_ends_with_a_prediction_for_each_bucket_size(lab, tmp_path):
+    command = [sys.executable, str(FOLDER / "lab.py"), "--out", str(tmp_path), "--set", "steps=20"]
+    command += ["--set", f"data.cache={tmp_path / 'cache'}"]
+    ended = subprocess.run(command, check=True, capture_output=True, text=True)
+    rows = [line.split() for line in ended.stdout.splitlines()[-3:]]
+    assert tuple(row[0] for row in rows) == lab.WITHOUT[1]
+    assert all(float(number) >= 0 for row in rows for number in row[1:])
+    assert "no --data: lines of Python's standard library stand in" in ended.stdout
+    assert ended.stdout.count("all_reduce:bucket 0") == 1
+    assert "reduce_scatter:bucket 0" in ended.stdout

@@ -30,7 +30,7 @@ def folder(tmp_path_factory):
 def words_of(folder, *more):
     settings = (
         f"model=hf:{folder / 'model'}",
-        f"data.tokenizer={folder / 'model'}",
+        f"data.tokenizer={folder / 'model' / 'tokenizer.json'}",
         f"data.source={folder / 'train.tsv'}",
         f"data.validation={folder / 'dev.tsv'}",
         f"data.cache={folder / 'cache'}",
@@ -123,6 +123,30 @@ def test_names_of_classes_are_matched_with_those_of_the_model(ranks, folder, tmp
         "0": "Negative",
         "1": "POSITIVE",
     }
+
+
+FACTORY = """
+from torch import nn
+
+class Bag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(20, 8)
+        self.head = nn.Linear(8, 2)
+
+    def forward(self, input_ids, attention_mask):
+        held = attention_mask.unsqueeze(-1)
+        return self.head((self.words(input_ids) * held).sum(1) / held.sum(1))
+"""
+
+
+def test_a_model_of_ones_own_gets_ids_and_mask(ranks, folder, tmp_path):
+    (tmp_path / "bag_at_home.py").write_text(FACTORY)
+    settings = "model=bag_at_home:Bag", "steps=100", "optimizer.learning_rate=0.3"
+    train(
+        ranks, [*words_of(folder, *settings), "--plan", "dp=2,precision=bf16", "--run", "run"], tmp_path, on=2
+    )
+    assert values_of(tmp_path / "run", "validation_accuracy")[-1] > 0.95
 
 
 @pytest.mark.parametrize(
