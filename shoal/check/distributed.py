@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
@@ -166,6 +167,7 @@ def _distributed(
         device=device,
         recorder=recorder,
         sequence=trial.sequence,
+        offload_folder=tempfile.gettempdir(),
     )
     with groups_freed(trainer.parallel):
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Sequence
 from functools import partial
 
@@ -28,7 +29,8 @@ def train_task_under(trial: TaskTrial, plan: Plan, device: torch.device) -> list
     """
     plan = SettledPlan.of(plan, trial.batch)
     samples = trial.samples()
-    parallel = parallelize(trial.build_with_values(device), plan, device=device)
+    model, folder = trial.build_with_values(device), tempfile.gettempdir()
+    parallel = parallelize(model, plan, device=device, offload_folder=folder)
     with groups_freed(parallel):
         return list(_steps(trial, parallel, samples, plan.microbatch, device))
 

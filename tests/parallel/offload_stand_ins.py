@@ -12,6 +12,7 @@ import torch
 from shoal.data import as_samples
 from shoal.errors import OffloadError, ShoalError
 from shoal.models import build, next_token_loss
+from shoal.parallel import OffloadedOptimizer, parallelize
 from shoal.train import OptimizerConfig, Trainer
 
 STEPS, BATCH, SEQUENCE = 5, 8, 12
@@ -141,3 +142,40 @@ def full_in_the_middle(plan: str, folder: Path) -> tuple[str, Followed, Followed
     taken_up = followed(trainer, STEPS - 2)
     trainer.close()
     return said, trained("dp=1", folder / "empty")[0][2:], taken_up
+
+
+class Frozen(torch.nn.Module):
+    """Blocks of which a part is not trained, and a filter whose memory is in another order than its dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.ModuleList([torch.nn.Linear(32, 32).requires_grad_(False), torch.nn.Linear(32, 32)])
+            for _ in range(3)
+        )
+        self.filter = torch.nn.Conv2d(2, 6, 3).to(memory_format=torch.channels_last)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for fixed, trained_layer in self.blocks:
+            x = x + trained_layer(torch.tanh(fixed(x)))
+        return self.filter(x.view(-1, 2, 4, 4)).flatten(1)
+
+
+def frozen_trained(plan: str, folder: Path) -> list[torch.Tensor]:
+    """All parameters of `Frozen` after some steps of AdamW."""
+    parallel = parallelize(Frozen(), plan, offload_folder=folder)
+    trained_only = [each for each in parallel.parameters() if each.requires_grad]
+    options = {"lr": 1e-2, "fused": True}
+    if "offload" in plan:
+        optimizer: Any = OffloadedOptimizer(parallel, trained_only, torch.optim.AdamW, block=BLOCK, **options)
+    else:
+        optimizer = torch.optim.AdamW(trained_only, **options)
+    for step in range(3):
+        batch = torch.randn(4, 32, generator=torch.Generator().manual_seed(step))
+        parallel(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = optimizer.state_dict()["state"]
+    parallel.load_full_state_dict(parallel.full_state_dict())
+    return [*parallel.full_state_dict().values(), *(state[each]["exp_avg"] for each in sorted(state))]

@@ -12,6 +12,7 @@ from offload_stand_ins import (
     BLOCK,
     STATE,
     InfiniteOnce,
+    frozen_trained,
     full_in_the_middle,
     interrupted,
     refusal,
@@ -83,6 +84,13 @@ def test_any_optimizer_that_changes_each_element_by_itself_can_have_its_state_in
     ranks, tmp_path, settings
 ):
     both(ranks, "dp=1,shard=zero3", ALL, tmp_path, **settings)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_parameters_that_are_not_trained_are_in_files_too_and_memory_orders_are_kept(tmp_path, precision):
+    plan = f"dp=1,shard=zero3,precision={precision}"
+    one, other = (frozen_trained(text, tmp_path) for text in (plan, f"{plan},{ALL}"))
+    assert all(map(torch.equal, one, other))
 
 
 @pytest.mark.parametrize("step", [1, 3])

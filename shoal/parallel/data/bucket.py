@@ -86,7 +86,7 @@ class Bucket:
         self._weight_parts = self.parts(self.weights)
         self._shares_memory = resident and dtype == kept
         self._shard: StoredShard | None = None
-        if storage is not None and not resident:
+        if storage is not None and storage.has_shards and not resident:
             self._shard = StoredShard(storage, self.layout.packed_elements, kept, trains=self.trains)
         self._master = self._weight_parts if self._shares_memory else self._copied(self.parts(first))
         self._striped = Striped(family.shard, self.layout.stripes)

@@ -13,7 +13,7 @@ from shoal.errors import ConfigError
 
 __all__ = ["element_states"]
 
-_ROWS, _COLUMNS, _CUT = 8, 16, 64
+_ROWS, _COLUMNS = 8, 16
 _STEPS = 2
 
 
@@ -48,20 +48,13 @@ def _trained(
 ) -> tuple[torch.Tensor, dict[str, torch.dtype]]:
     """Return a matrix after some steps, whole or as flat parts in turn, and its states for each element."""
     generator = torch.Generator().manual_seed(0)
-    shape = (_ROWS, _COLUMNS)
-    value = torch.randn(shape, generator=generator)
-    pieces = [value] if parts == 1 else list(value.view(-1).split([_CUT, value.numel() - _CUT]))
-    held = [nn.Parameter(piece, requires_grad=False) for piece in pieces]
+    value = torch.randn(_ROWS, _COLUMNS, generator=generator)
+    held = [nn.Parameter(part, requires_grad=False) for part in _cut(value, parts)]
     optimizer = make([{**settings, "params": held}], **options)
     for _ in range(_STEPS):
-        gradient = torch.randn(shape, generator=generator)
-        for index, parameter in enumerate(held):
-            parameter.grad = (
-                gradient
-                if parts == 1
-                else gradient.view(-1).split([_CUT, value.numel() - _CUT])[index].clone()
-            )
-        for parameter in held:
+        gradient = torch.randn(_ROWS, _COLUMNS, generator=generator)
+        for parameter, part in zip(held, _cut(gradient, parts), strict=True):
+            parameter.grad = part
             optimizer.param_groups[0]["params"] = [parameter]
             optimizer.step()
     states = {
@@ -70,6 +63,11 @@ def _trained(
         if isinstance(state, torch.Tensor) and state.shape == held[0].shape
     }
     return value, states
+
+
+def _cut(matrix: torch.Tensor, parts: int) -> Sequence[torch.Tensor]:
+    """Return the matrix, or flat parts of it that share its memory."""
+    return [matrix] if parts == 1 else matrix.view(-1).split(matrix.numel() // parts)
 
 
 def _refused(make: Callable[..., Optimizer], reason: str) -> ConfigError:

@@ -60,6 +60,8 @@ class Storage:
     def of(cls, plan: Plan, device: torch.device, folder: Path | None) -> Storage | None:
         """Return the storage of a rank; None if all of its state stays on its device.
 
+        With files the process gives freed memory back to the system: see `return_freed_memory`.
+
         Args:
             plan: The Plan, which says what is kept where.
             device: The rank's device. A CPU's memory is the host's.
@@ -87,6 +89,11 @@ class Storage:
         if tiers.has_files:
             return_freed_memory()
         return cls(tiers, folder)
+
+    @property
+    def has_shards(self) -> bool:
+        """Whether shards of gradients or of parameters are in files."""
+        return "file" in (self.tiers.gradients, self.tiers.parameters)
 
     def add(self, part: str, name: str, elements: int, dtype: torch.dtype) -> Segment | HostSegment:
         """Return a new array of zeros.
