@@ -19,7 +19,7 @@ from shoal.checkpoint.region import Region, Run, overlaps
 from shoal.checkpoint.shard import dtype_named
 from shoal.errors import CheckpointError, CorruptCheckpointError, nearest
 
-__all__ = ["load"]
+__all__ = ["fill", "load"]
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,18 @@ def load(path: Path, wanted: Sequence[Piece], coordinator: Coordinator) -> Mappi
             the rank that wants it. All ranks raise the same error.
         CorruptCheckpointError: The manifest or a file cannot be read. All ranks raise the same error.
     """
-    manifests = attempt_together(coordinator, f"cannot load {path}", lambda: _load_share(path, wanted))
-    return manifests[coordinator.rank]
+    states = attempt_together(coordinator, f"cannot load {path}", lambda: _load_share(path, wanted))
+    return states[coordinator.rank]
 
 
 def _load_share(path: Path, wanted: Sequence[Piece]) -> Mapping[str, Any]:
     manifest = read_manifest(path)
+    fill(path, manifest, wanted)
+    return manifest.state
+
+
+def fill(path: Path, manifest: Manifest, wanted: Sequence[Piece]) -> None:
+    """Fill the wanted pieces from a checkpoint whose manifest was read; errors as in `load`."""
     by_file: defaultdict[str, list[_Copy]] = defaultdict(list)
     for piece in wanted:
         for copy in _copies(manifest, piece):
@@ -94,7 +100,6 @@ def _load_share(path: Path, wanted: Sequence[Piece]) -> Mapping[str, Any]:
                     _perform(copy, reader)
         except (OSError, ValueError, SafetensorError) as error:
             raise CorruptCheckpointError(f"{path / name} cannot be read: {error}") from error
-    return manifest.state
 
 
 def _copies(manifest: Manifest, piece: Piece) -> Iterator[_Copy]:
