@@ -32,7 +32,7 @@ from shoal.checkpoint import save as write_pieces
 from shoal.errors import CheckpointError
 from shoal.parallel import GuidedUpdates, LocalUpdates, Parallel, ServedUpdates, title_of
 from shoal.train.exchange_state import empty_like_saved, kept_by_exchanges, restore_exchanges
-from shoal.train.state import differing_buffers, optimizer_to_load, pieces_to_load, pieces_to_save
+from shoal.train.state import differing_buffers, digests_of, optimizer_to_load, pieces_to_load, pieces_to_save
 
 __all__ = ["load", "load_training", "save", "training_to_save"]
 
@@ -142,8 +142,14 @@ def training_to_save(
     if isinstance(optimizer, (LocalUpdates, GuidedUpdates, ServedUpdates)):
         optimizer.settle()
     pieces: list[Piece] = []
-    attempt_together(coordinator, purpose, lambda: pieces.extend(pieces_to_save(parallel, optimizer)))
-    buffers = differing_buffers(parallel.saved_buffers(), coordinator)
+    mine = parallel.saved_buffers()
+
+    def find() -> dict[str, bytes]:
+        pieces.extend(pieces_to_save(parallel, optimizer))
+        return digests_of(mine)
+
+    digests = attempt_together(coordinator, purpose, find)
+    buffers = differing_buffers(mine, coordinator.rank, digests)
     pieces += _of_rank(coordinator.rank, buffers, {**(of_rank or {}), **kept_by_exchanges(parallel)})
     kept = dict(state)
     if optimizer is not None:

@@ -12,7 +12,7 @@ from shoal.checkpoint import Coordinator, Piece, attempt_together, read_manifest
 from shoal.parallel import Parallel
 from shoal.train.portable import load_training, training_to_save
 from shoal.train.randomness import begin_anew, random_state, set_random_state
-from shoal.train.state import optimizer_pieces
+from shoal.train.state import optimizer_pieces, pieces_to_save
 
 __all__ = ["SavedTraining"]
 
@@ -70,6 +70,10 @@ class SavedTraining:
             self._coordinator,
             {f"random.{name}": tensor for name, tensor in random_state().items()},
         )
+
+    def pieces(self) -> list[Piece]:
+        """Return this rank's pieces as far as they are known without the other ranks."""
+        return pieces_to_save(self._parallel, self._optimizer)
 
     def require_savable(self) -> None:
         """Refuse an optimizer with state that a checkpoint cannot hold; it has made a step.

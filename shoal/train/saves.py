@@ -86,6 +86,15 @@ class Saves:
         self._told: Told = None
         self._is_unfinished = False  # equal on all ranks, other than whether the thread has ended
 
+    def prepare(self) -> None:
+        """Make room for copies of the state, after a step, so that the first save need not wait for it.
+
+        The system gives memory at the first touch, at the rate of a disk where a host gives it to a guest. A
+        thread touches it meanwhile.
+        """
+        if not self._reserve(self._saved.pieces()):
+            self._staging.touch()
+
     def now(self, directory: Path, step: int, state: Mapping[str, Any]) -> Path:
         """Save a checkpoint while training waits; see `SavedTraining.to_save`.
 
