@@ -29,10 +29,10 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1e-3, 0.05  # seconds between two looks at the st
 class StoreCoordinator:
     """A Coordinator over a `torch.distributed` store.
 
-    In each round every rank puts its value into the store. To gather on all ranks, the one that comes last
-    puts all values together, and the others take them from there. A rank that waits looks again and again,
-    since a wait within the store would hold up the other threads of its process. Keys are removed when all
-    ranks have read them, which they have once they come to a later round.
+    In each round every rank puts its value into the store, and rank 0 takes all of them out. To tell all
+    ranks, it puts them together into the store, and removes them when all have read them: it may be the
+    process that serves the store, and must not leave earlier. A rank that waits looks again and again, since
+    a wait within the store would hold up the other threads of its process.
 
     Args:
         store: The ranks' common store, for these ranks and this purpose alone.
@@ -45,7 +45,6 @@ class StoreCoordinator:
         self.size = size
         self._store = store
         self._round = 0
-        self._read = ""  # the key that all ranks read last
         self._patience = math.inf
         self._since = 0.0
 
@@ -56,44 +55,42 @@ class StoreCoordinator:
             CommunicationError: The store does not answer, or another rank did not come in time.
         """
         with _store_errors():
-            self._round += 1
-            everyone, count = f"{self._round} everyone", f"{self._round} count"
-            self._put(value)
-            if self._store.add(count, 1) == self.size:
-                texts = self._take_all()
-                self._store.set(everyone, "\n".join(texts))
-                for key in (count, self._read):
-                    self._store.delete_key(key)
-            else:
+            texts = self._gather(value)
+            everyone, read = f"{self._round} everyone", self._keys("read by")
+            if texts is None:
                 self._wait_for([everyone])
                 texts = self._store.get(everyone).decode("ascii").split("\n")
-            self._read = everyone
+                self._store.set(read[self.rank], "")
+            else:
+                self._store.set(everyone, "\n".join(texts))
+                self._wait_for(read[1:])
+                self._remove([everyone, *read[1:]])
         return [_value(text) for text in texts]
 
     def gather_object(self, value: Any) -> list[Any] | None:
         """Return the value of every rank on rank 0, and None on the others; errors as in the other one."""
         with _store_errors():
-            self._round += 1
-            self._put(value)
-            if self.rank > 0:
-                return None
-            self._wait_for(self._keys())
-            return [_value(text) for text in self._take_all()]
+            texts = self._gather(value)
+        return None if texts is None else [_value(text) for text in texts]
 
     def give_up_after(self, seconds: float) -> None:
         """Wait for other ranks no longer than so many seconds, from now on; call it from any thread."""
         self._since, self._patience = time.monotonic(), seconds
 
-    def _put(self, value: Any) -> None:
-        self._store.set(self._keys()[self.rank], base64.b64encode(pickle.dumps(value)).decode("ascii"))
-
-    def _take_all(self) -> list[str]:
-        """Return what all ranks have put, and remove it."""
-        keys = self._keys()
+    def _gather(self, value: Any) -> list[str] | None:
+        self._round += 1
+        keys = self._keys("of")
+        self._store.set(keys[self.rank], base64.b64encode(pickle.dumps(value)).decode("ascii"))
+        if self.rank > 0:
+            return None
+        self._wait_for(keys)
         texts = [self._store.get(key).decode("ascii") for key in keys]
+        self._remove(keys)
+        return texts
+
+    def _remove(self, keys: list[str]) -> None:
         for key in keys:
             self._store.delete_key(key)
-        return texts
 
     def _wait_for(self, keys: list[str]) -> None:
         pause, began = _FIRST_PAUSE, time.monotonic()
@@ -103,8 +100,8 @@ class StoreCoordinator:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _keys(self) -> list[str]:
-        return [f"{self._round} of {rank}" for rank in range(self.size)]
+    def _keys(self, what: str) -> list[str]:
+        return [f"{self._round} {what} {rank}" for rank in range(self.size)]
 
 
 def _value(text: str) -> Any:

@@ -145,17 +145,19 @@ def test_ranks_of_a_process_group_save_beside_their_collectives(tmp_path: Path) 
 
 def test_ranks_agree_through_a_store_and_leave_nothing_there() -> None:
     store = dist.HashStore()
-    kept = []
 
     def run(rank: int) -> list[Any]:
         ranks = StoreCoordinator(store, rank, 3)
-        told = [ranks.all_gather_object((rank, step, "x\n" * step)) for step in range(5)]
-        kept.append(store.num_keys())
+        told = []
+        for step in range(5):
+            told += [ranks.all_gather_object((rank, step, "x\n" * step)), ranks.gather_object(rank)]
         return told
 
-    told = on_ranks(3, lambda ranks: run(ranks.rank))
-    assert told == [[[(rank, step, "x\n" * step) for rank in range(3)] for step in range(5)]] * 3
-    assert kept[-1] <= 4  # those of the last round
+    everyone = [[(rank, step, "x\n" * step) for rank in range(3)] for step in range(5)]
+    for rank, told in enumerate(on_ranks(3, lambda ranks: run(ranks.rank))):
+        assert told[::2] == everyone
+        assert told[1::2] == [None if rank else [0, 1, 2]] * 5
+    assert store.num_keys() == 0
 
 
 def test_a_rank_that_does_not_come_is_waited_for_as_long_as_told(tmp_path: Path) -> None:
