@@ -34,7 +34,6 @@ from shoal.checkpoint import Piece, ProcessGroupCoordinator, Saver, checkpoints,
 from shoal.parallel import parallelize
 from shoal.record import NullRecorder
 from shoal.testing import RankPool
-from shoal.train.listeners import Listeners
 from shoal.train.saved import SavedTraining
 from shoal.train.saves import Saves
 
@@ -78,8 +77,7 @@ class State:
         self.bytes = RANKS * sum(local(each).nbytes for each in (*self.parallel.parameters(), *held))
         self.ranks = ProcessGroupCoordinator()
         saved = SavedTraining(self.parallel, optimizer, plan="benchmark", seed=0, coordinator=self.ranks)
-        listeners = Listeners(None, None, None, None, None)
-        self.saves = Saves(saved, listeners, NullRecorder(), self.ranks)
+        self.saves = Saves(saved, lambda path: None, NullRecorder(), self.ranks)
         self.saved, self.saver = saved, Saver()
         names = {parameter: name for name, parameter in self.parallel.named_parameters()}
         self.tensors: dict[str, Any] = {"model": dict(self.parallel.named_parameters())}

@@ -48,16 +48,7 @@ class SavedTraining:
     def to_save(
         self, directory: Path, step: int, state: Mapping[str, Any]
     ) -> tuple[list[Piece], dict[str, Any]]:
-        """Return the pieces that this rank saves, in the memory of training, and the state beside them.
-
-        Args:
-            directory: Directory of checkpoints.
-            step: Optimizer steps made.
-            state: A JSON object to keep with the checkpoint.
-
-        Raises:
-            CheckpointError: The optimizer has state that a checkpoint cannot hold.
-        """
+        """See `Source.to_save`."""
         settings = [
             {key: value for key, value in now.items() if before.get(key) != value}
             for now, before in zip(_settings_of(self._optimizer), self._settings, strict=True)
@@ -72,7 +63,7 @@ class SavedTraining:
         )
 
     def pieces(self) -> list[Piece]:
-        """Return this rank's pieces as far as they are known without the other ranks."""
+        """See `Source.pieces`."""
         return pieces_to_save(self._parallel, self._optimizer)
 
     def require_savable(self) -> None:

@@ -183,7 +183,7 @@ class Trainer:
         self._saved = SavedTraining(
             self.parallel, self.optimizer, plan=text, seed=seed, coordinator=self.coordinator
         )
-        self.saves = Saves(self._saved, self._listeners, self._recorder, self.coordinator)
+        self.saves = Saves(self._saved, self._listeners.saved, self._recorder, self.coordinator)
         self._passes = Passes(
             self.parallel,
             self._loader,
