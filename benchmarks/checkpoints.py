@@ -33,8 +33,7 @@ from shoal.bench.machine import describe
 from shoal.checkpoint import Piece, ProcessGroupCoordinator, Saver, checkpoints, load, verify
 from shoal.parallel import parallelize
 from shoal.record import NullRecorder
-from shoal.testing import run_ranks
-from shoal.train.listeners import Listeners
+from shoal.testing import RankPool
 from shoal.train.saved import SavedTraining
 from shoal.train.saves import Saves
 
@@ -42,6 +41,7 @@ __all__ = ["main"]
 
 RANKS = 2
 WIDTH = 2048
+_TIMEOUT = 3600.0  # seconds
 DISK, SAVE, BEHIND = "disk (dd, fsync)", "shoal", "shoal, beside the training"
 DCP, DCP_ASYNC, DCP_KEPT = "DCP save", "DCP async_save", "DCP async_save, one stager"
 DISK_READ, LOAD, VERIFY, DCP_LOAD = "disk (dd)", "shoal load", "shoal verify", "DCP load"
@@ -76,14 +76,14 @@ class State:
         held = [state for state in optimizer.state.values() for state in state.values()]
         self.bytes = RANKS * sum(local(each).nbytes for each in (*self.parallel.parameters(), *held))
         self.ranks = ProcessGroupCoordinator()
-        saved = SavedTraining(self.parallel, optimizer, plan="benchmark", seed=0, coordinator=self.ranks)
-        listeners = Listeners(None, None, None, None, None)
-        self.saves = Saves(saved, listeners, NullRecorder(), self.ranks)
+        saved = SavedTraining(self.parallel, optimizer, self.ranks, plan="benchmark", seed=0)
+        self.saves = Saves(saved, lambda path: None, NullRecorder(), self.ranks)
         self.saved, self.saver = saved, Saver()
         names = {parameter: name for name, parameter in self.parallel.named_parameters()}
         self.tensors: dict[str, Any] = {"model": dict(self.parallel.named_parameters())}
         for key in ("exp_avg", "exp_avg_sq"):
             self.tensors[key] = {names[each]: state[key] for each, state in optimizer.state.items()}
+        self.wanted: list[Piece] = []
         self.stager = DefaultStager(StagingOptions(False, False, False, False))  # the rest needs a GPU
 
     def write(self, way: str) -> Took:
@@ -94,6 +94,7 @@ class State:
 
     def read(self, way: str) -> Took:
         """Load once, in one way, with an empty cache."""
+        self.wanted = self.saved.pieces()
         forget_cache()
         return timed(lambda began: getattr(self, READS[way])(began))
 
@@ -130,7 +131,7 @@ class State:
         return self.dcp_async(began, self.stager)
 
     def load(self, began: float) -> float:
-        load(checkpoints(self.folder)[0], self.wanted(), self.ranks)
+        load(checkpoints(self.folder)[0], self.wanted, self.ranks)
         return time.perf_counter() - began
 
     def verify(self, began: float) -> float:
@@ -140,10 +141,6 @@ class State:
     def dcp_load(self, began: float) -> float:
         dcp.load(self.tensors, checkpoint_id=self.folder / "dcp")
         return time.perf_counter() - began
-
-    def wanted(self) -> list[Piece]:
-        pieces, _ = self.saved.to_save(self.folder, 0, {})
-        return pieces
 
 
 WRITES = {
@@ -248,9 +245,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5, help="default 5")
     options = parser.parse_args(arguments)
     options.folder.mkdir(parents=True, exist_ok=True)
-    size, found = run_ranks(
-        work, RANKS, options.folder.resolve(), int(options.parameters * 1e6), options.rounds
-    )[0]
+    parameters = int(options.parameters * 1e6)
+    with RankPool("gloo") as pool:
+        told = pool.run(work, RANKS, options.folder.resolve(), parameters, options.rounds, timeout=_TIMEOUT)
+    size, found = told[0]
     print(
         f"{describe()}\n\nA state of {size / 1e9:.2f} GB, {options.parameters:g} M parameters with Adam's "
         f"two moments in fp32, on {RANKS} ranks; median and range of {options.rounds} rounds.\n\n"

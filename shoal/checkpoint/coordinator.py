@@ -18,11 +18,13 @@ __all__ = [
     "Coordinator",
     "ProcessGroupCoordinator",
     "SingleProcess",
+    "attempt_for_rank_zero",
     "attempt_on_rank_zero",
     "attempt_together",
 ]
 
 T = TypeVar("T")
+Result = TypeVar("Result")
 
 
 class Coordinator(Protocol):
@@ -42,6 +44,10 @@ class Coordinator(Protocol):
         """Return the picklable `value` of every rank, in rank order. Raise an error if a rank has died."""
         ...
 
+    def gather_object(self, value: Any) -> list[Any] | None:
+        """Return the value of every rank on rank 0, and None on the others, which need not wait."""
+        ...
+
 
 class SingleProcess:
     """A Coordinator of one rank."""
@@ -50,6 +56,10 @@ class SingleProcess:
     size = 1
 
     def all_gather_object(self, value: Any) -> list[Any]:
+        """Return a list of this value only."""
+        return [value]
+
+    def gather_object(self, value: Any) -> list[Any] | None:
         """Return a list of this value only."""
         return [value]
 
@@ -80,9 +90,23 @@ class ProcessGroupCoordinator:
             raise CommunicationError(f"all_gather_object failed: {error}") from error
         return values
 
+    def gather_object(self, value: Any) -> list[Any] | None:
+        """Return the value of every rank of the group on rank 0, and None on the others.
+
+        Raises:
+            CommunicationError: Another rank is gone.
+        """
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        try:
+            torch.distributed.gather_object(value, values, group=self._group, group_dst=0)
+        except RuntimeError as error:
+            raise CommunicationError(f"gather_object failed: {error}") from error
+        return values
+
 
 @dataclass(frozen=True)
 class _Failure:
+    rank: int
     reason: str
     corrupt: bool
 
@@ -102,28 +126,64 @@ def attempt_together(coordinator: Coordinator, purpose: str, attempt: Callable[[
         CorruptCheckpointError: A rank found the checkpoint corrupt.
         CheckpointError: A rank failed in any other way; the first such rank and its reason are named.
     """
-    outcome: T | _Failure
-    cause: Exception | None = None
-    try:
-        outcome = attempt()
-    except Exception as error:  # the other ranks wait for the result, so report any error
-        cause = error
-        outcome = _Failure(_reason(error), isinstance(error, CorruptCheckpointError))
-    results: list[T] = []
-    for rank, other in enumerate(coordinator.all_gather_object(outcome)):
-        if not isinstance(other, _Failure):
-            results.append(other)
-        elif other.corrupt:
-            raise CorruptCheckpointError(other.reason) from cause
-        else:
-            raise CheckpointError(f"{purpose}: rank {rank}: {other.reason}") from cause
-    return results
+    outcome, cause = _outcome(coordinator, attempt)
+    return _results(purpose, coordinator.all_gather_object(outcome), cause)
 
 
 def attempt_on_rank_zero(coordinator: Coordinator, purpose: str, attempt: Callable[[], T]) -> T:
     """Make an attempt on rank 0 alone and give every rank its result; errors as in `attempt_together`."""
     results = attempt_together(coordinator, purpose, lambda: attempt() if coordinator.rank == 0 else None)
     return cast(T, results[0])
+
+
+def attempt_for_rank_zero(
+    coordinator: Coordinator,
+    purpose: str,
+    attempt: Callable[[], T],
+    then: Callable[[list[T]], Result],
+) -> Result:
+    """Make the same attempt on every rank, and another one on rank 0 with the results of all.
+
+    Only rank 0 gets all results. Errors are as in `attempt_together`.
+
+    Args:
+        coordinator: The ranks.
+        purpose: Beginning of the error message.
+        attempt: Function that this rank calls.
+        then: Function that rank 0 calls with the results, in rank order, if all ranks succeeded.
+
+    Returns:
+        On every rank, what `then` returned.
+    """
+    outcome, cause = _outcome(coordinator, attempt)
+    gathered = coordinator.gather_object(outcome)
+    last: Result | _Failure | None = None
+    if gathered is not None:
+        last = next((each for each in gathered if isinstance(each, _Failure)), None)
+        if last is None:
+            last, cause = _outcome(coordinator, lambda: then(gathered))
+    return cast(Result, _results(purpose, coordinator.all_gather_object(last), cause)[0])
+
+
+def _outcome(coordinator: Coordinator, attempt: Callable[[], T]) -> tuple[T | _Failure, Exception | None]:
+    """Return what an attempt gave, or why it failed: the other ranks wait for it, whatever the error."""
+    try:
+        return attempt(), None
+    except Exception as error:
+        return _Failure(coordinator.rank, _reason(error), isinstance(error, CorruptCheckpointError)), error
+
+
+def _results(purpose: str, outcomes: list[T | _Failure], cause: Exception | None) -> list[T]:
+    """Return the results, or raise the first failure."""
+    results: list[T] = []
+    for outcome in outcomes:
+        if not isinstance(outcome, _Failure):
+            results.append(outcome)
+        elif outcome.corrupt:
+            raise CorruptCheckpointError(outcome.reason) from cause
+        else:
+            raise CheckpointError(f"{purpose}: rank {outcome.rank}: {outcome.reason}") from cause
+    return results
 
 
 def _reason(error: Exception) -> str:

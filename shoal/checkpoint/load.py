@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,7 @@ from shoal.checkpoint.region import Region, Run, overlaps
 from shoal.checkpoint.shard import dtype_named
 from shoal.errors import CheckpointError, CorruptCheckpointError, nearest
 
-__all__ = ["load"]
-
-_THREADS = 4  # requests that the disk has at once
-_AHEAD = 64  # requests that wait for it
+__all__ = ["fill", "load"]
 
 
 @dataclass(frozen=True)
@@ -81,24 +77,29 @@ def load(path: Path, wanted: Sequence[Piece], coordinator: Coordinator) -> Mappi
             the rank that wants it. All ranks raise the same error.
         CorruptCheckpointError: The manifest or a file cannot be read. All ranks raise the same error.
     """
-    manifests = attempt_together(coordinator, f"cannot load {path}", lambda: _load_share(path, wanted))
-    return manifests[coordinator.rank]
+    states = attempt_together(coordinator, f"cannot load {path}", lambda: _load_share(path, wanted))
+    return states[coordinator.rank]
 
 
 def _load_share(path: Path, wanted: Sequence[Piece]) -> Mapping[str, Any]:
     manifest = read_manifest(path)
+    fill(path, manifest, wanted)
+    return manifest.state
+
+
+def fill(path: Path, manifest: Manifest, wanted: Sequence[Piece]) -> None:
+    """Fill the wanted pieces from a checkpoint whose manifest was read; errors as in `load`."""
     by_file: defaultdict[str, list[_Copy]] = defaultdict(list)
     for piece in wanted:
         for copy in _copies(manifest, piece):
             by_file[copy.source.file].append(copy)
-    with ThreadPoolExecutor(_THREADS, "shoal load") as threads:
-        for name, copies in sorted(by_file.items()):
-            try:
-                with ShardReader(path / name, threads) as reader:
-                    _perform(copies, reader)
-            except (OSError, ValueError, SafetensorError) as error:
-                raise CorruptCheckpointError(f"{path / name} cannot be read: {error}") from error
-    return manifest.state
+    for name, copies in sorted(by_file.items()):
+        try:
+            with ShardReader(path / name) as reader:
+                for copy in sorted(copies, key=lambda copy: reader.start(copy.key)):
+                    _perform(copy, reader)
+        except (OSError, ValueError, SafetensorError) as error:
+            raise CorruptCheckpointError(f"{path / name} cannot be read: {error}") from error
 
 
 def _copies(manifest: Manifest, piece: Piece) -> Iterator[_Copy]:
@@ -119,24 +120,14 @@ def _copies(manifest: Manifest, piece: Piece) -> Iterator[_Copy]:
             yield _Copy(source, piece, source_run, target_run, region, dtype)
 
 
-def _perform(copies: Iterable[_Copy], reader: ShardReader) -> None:
-    """Copy from one file; where elements are consecutive there, threads read them, into place if possible."""
-    reading: deque[Future[None]] = deque()
-    try:
-        for copy in copies:
-            target, first = copy.target_view(), copy.first_element()
-            if first is None:
-                target.copy_(copy.source_run.view(reader.mapped(copy.key).reshape(-1), copy.region))
-            elif target.dtype == copy.dtype and target.device.type == "cpu" and target.is_contiguous():
-                reading.extend(reader.read(copy.key, first, target))
-            else:
-                held = torch.empty(target.shape, dtype=copy.dtype)
-                for each in reader.read(copy.key, first, held):
-                    each.result()
-                target.copy_(held)
-            while len(reading) > _AHEAD:
-                reading.popleft().result()
-        for each in reading:
-            each.result()
-    finally:
-        wait(reading)  # before the file is closed
+def _perform(copy: _Copy, reader: ShardReader) -> None:
+    """Copy from a file, without memory in between where elements are consecutive in both."""
+    target, first = copy.target_view(), copy.first_element()
+    if first is None:
+        target.copy_(copy.source_run.view(reader.mapped(copy.key).reshape(-1), copy.region))
+    elif target.dtype == copy.dtype and target.device.type == "cpu" and target.is_contiguous():
+        reader.read(copy.key, first, target)
+    else:
+        held = torch.empty(target.shape, dtype=copy.dtype)
+        reader.read(copy.key, first, held)
+        target.copy_(held)

@@ -117,19 +117,6 @@ class Manifest:
         """Bytes of all files together, without the manifest."""
         return sum(file.size for file in self.files.values())
 
-    def check_coverage(self) -> None:
-        """Check that the pieces of each tensor hold each of its elements exactly once.
-
-        Raises:
-            CheckpointError: They do not; the message names the tensor.
-        """
-        sound = set()  # tensors of one shape mostly have equal pieces; those of an optimizer always do
-        for name, tensor in self.tensors.items():
-            pieces = tuple((piece.block(tensor.shape), piece.start, piece.stop) for piece in tensor.pieces)
-            if (tensor.shape, pieces) not in sound:
-                check_coverage(name, tensor.shape, pieces)
-                sound.add((tensor.shape, pieces))
-
     def to_json(self) -> bytes:
         """Return the bytes of `manifest.json`.
 
@@ -180,7 +167,7 @@ class Manifest:
                 state=body["state"],
             )
             _require_inside(manifest)
-            manifest.check_coverage()
+            _check_coverage(manifest.tensors)
         except (AttributeError, KeyError, TypeError) as error:
             raise CorruptCheckpointError(f"does not follow format {_FORMAT}: {error!r}") from error
         except CheckpointError as error:
@@ -188,19 +175,11 @@ class Manifest:
         return manifest
 
 
-def merge(
-    step: int,
-    files: Mapping[str, FileRecord],
-    tensors: Iterable[Mapping[str, TensorRecord]],
-    state: Mapping[str, Any],
-) -> Manifest:
-    """Return the manifest of a checkpoint of which each rank wrote a part.
+def merge(tensors: Iterable[Mapping[str, TensorRecord]]) -> dict[str, TensorRecord]:
+    """Return the tensors of a checkpoint of which each rank wrote a part.
 
     Args:
-        step: The optimizer step after which it is saved.
-        files: The files of all ranks.
         tensors: For each rank, the tensors of which it wrote pieces.
-        state: The state that the caller saves beside the tensors.
 
     Raises:
         CheckpointError: The ranks disagree on a dtype or a shape, or the pieces of a tensor have a gap or
@@ -216,17 +195,12 @@ def merge(
                     f"and {first.dtype} {list(first.shape)} on a rank before it"
                 )
             pieces.extend(record.pieces)
-    manifest = Manifest(
-        step,
-        dict(files),
-        {
-            name: TensorRecord(first.dtype, first.shape, tuple(sorted(pieces, key=_place)))
-            for name, (first, pieces) in merged.items()
-        },
-        state,
-    )
-    manifest.check_coverage()
-    return manifest
+    whole = {
+        name: TensorRecord(first.dtype, first.shape, tuple(sorted(pieces, key=_place)))
+        for name, (first, pieces) in merged.items()
+    }
+    _check_coverage(whole)
+    return whole
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -243,6 +217,20 @@ def read_manifest(path: Path) -> Manifest:
         raise CorruptCheckpointError(f"{file} cannot be read: {error.strerror}") from error
     except CorruptCheckpointError as error:
         raise CorruptCheckpointError(f"{file} {error}") from error
+
+
+def _check_coverage(tensors: Mapping[str, TensorRecord]) -> None:
+    """Check that the pieces of each tensor hold each of its elements exactly once.
+
+    Raises:
+        CheckpointError: They do not; the message names the tensor.
+    """
+    sound = set()  # tensors of one shape mostly have equal pieces; those of an optimizer always do
+    for name, tensor in tensors.items():
+        pieces = tuple((piece.block(tensor.shape), piece.start, piece.stop) for piece in tensor.pieces)
+        if (tensor.shape, pieces) not in sound:
+            check_coverage(name, tensor.shape, pieces)
+            sound.add((tensor.shape, pieces))
 
 
 def _require_inside(manifest: Manifest) -> None:

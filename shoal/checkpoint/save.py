@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, final
 
-from shoal.checkpoint.coordinator import Coordinator, attempt_on_rank_zero, attempt_together
+from shoal.checkpoint.coordinator import Coordinator, attempt_for_rank_zero, attempt_on_rank_zero
 from shoal.checkpoint.directory import checkpoints, delete, free_path, staging_path, step_of, sweep
 from shoal.checkpoint.files import REAL_FILES, FileSystem, remove_tree, write_file
 from shoal.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, TensorRecord, merge
@@ -31,8 +31,18 @@ from shoal.errors import CheckpointError
 
 __all__ = ["Saver", "save"]
 
-_Part = tuple[dict[str, FileRecord], dict[str, TensorRecord]]
-"""The files that one rank wrote, and the tensors in them."""
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one rank wrote.
+
+    Attributes:
+        files: The files.
+        tensors: The tensors in them; None if they are those of the save before.
+    """
+
+    files: Mapping[str, FileRecord]
+    tensors: Mapping[str, TensorRecord] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +92,8 @@ def save(
 class Saver:
     """Save the checkpoints of a training, one after another.
 
-    It remembers the constant pieces that it wrote, so that the next checkpoint need not have them written.
+    It remembers the constant pieces that it wrote, so that they need not be written again. It also remembers
+    which tensors ranks have, so that these are told, merged and checked again only if they change.
 
     Args:
         files: The FileSystem to write to.
@@ -90,7 +101,11 @@ class Saver:
 
     def __init__(self, files: FileSystem = REAL_FILES) -> None:
         self.files = files
+        self._files: dict[str, FileRecord] = {}  # those of this rank, of the last save
         self._constant: _Written | None = None
+        self._told: Mapping[str, TensorRecord] | None = None  # what rank 0 knows of this rank
+        self._known: list[Mapping[str, TensorRecord]] = []  # on rank 0, of each rank
+        self._merged: Mapping[str, TensorRecord] = {}
 
     def save(
         self,
@@ -100,7 +115,7 @@ class Saver:
         state: Mapping[str, Any],
         coordinator: Coordinator,
     ) -> Path:
-        """Save a checkpoint; all ranks call this together.
+        """Save a checkpoint; all ranks, always the same ones, call this together.
 
         If the step has a checkpoint already, the new one gets another name (see `directory.py`), and the old
         one is deleted after it is complete: use the path that is returned.
@@ -125,19 +140,20 @@ class Saver:
         purpose = f"cannot save step {step} in {directory}"
         try:
             attempt_on_rank_zero(coordinator, purpose, lambda: self._prepare(staging))
-            parts = attempt_together(
-                coordinator, purpose, lambda: self._write_part(staging, coordinator.rank, pieces)
-            )
-            target = attempt_on_rank_zero(
-                coordinator, purpose, lambda: self._commit(staging, _manifest(step, parts, state))
+            target = attempt_for_rank_zero(
+                coordinator,
+                purpose,
+                lambda: self._write_part(staging, coordinator.rank, pieces),
+                lambda parts: self._commit(staging, self._manifest(step, parts, state)),
             )
         except BaseException:
+            self._told, self._known = None, []
             if coordinator.rank == 0:
                 with contextlib.suppress(OSError):
                     remove_tree(staging, self.files)
             raise
         constant = _constant_name(coordinator.rank)
-        if record := parts[coordinator.rank][0].get(constant):
+        if record := self._files.get(constant):
             self._constant = _Written.of(target / constant, record)
         if coordinator.rank == 0:
             # The new checkpoint is safe. An old one that cannot be removed costs space, but is no failure.
@@ -164,13 +180,14 @@ class Saver:
                 f"{staging}, which rank 0 made, is missing on this rank: all ranks must see the same file "
                 "system"
             )
-        written = {}
+        self._files = {}
         if changing.pieces:
-            written[names[0]] = changing.write(staging / names[0], self.files)
+            self._files[names[0]] = changing.write(staging / names[0], self.files)
         if constant.pieces:
             path = staging / names[1]
-            written[names[1]] = self._link(constant, path) or constant.write(path, self.files)
-        return written, tensors
+            self._files[names[1]] = self._link(constant, path) or constant.write(path, self.files)
+        is_known, self._told = tensors == self._told, tensors
+        return _Part(self._files, None if is_known else tensors)
 
     def _link(self, shard: Shard, path: Path) -> FileRecord | None:
         """Make `path` a link to the file that has the shard already; None if there is none."""
@@ -185,6 +202,17 @@ class Saver:
             return None
         return before.record
 
+    def _manifest(self, step: int, parts: Sequence[_Part], state: Mapping[str, Any]) -> Manifest:
+        if any(part.tensors is not None for part in parts):
+            known = self._known or [{} for _ in parts]
+            self._known = [
+                before if part.tensors is None else part.tensors
+                for before, part in zip(known, parts, strict=True)
+            ]
+            self._merged = merge(self._known)
+        files = {name: file for part in parts for name, file in part.files.items()}
+        return Manifest(step, files, self._merged, state)
+
     def _commit(self, staging: Path, manifest: Manifest) -> Path:
         write_file(staging / MANIFEST_NAME, iter([memoryview(manifest.to_json())]), self.files)
         self.files.sync_directory(staging)
@@ -196,8 +224,3 @@ class Saver:
 
 def _constant_name(rank: int) -> str:
     return f"rank-{rank:05d}-constant.safetensors"
-
-
-def _manifest(step: int, parts: Sequence[_Part], state: Mapping[str, Any]) -> Manifest:
-    written = {name: file for part_files, _ in parts for name, file in part_files.items()}
-    return merge(step, written, (tensors for _, tensors in parts), state)

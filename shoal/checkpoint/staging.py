@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import final
@@ -14,19 +15,24 @@ from shoal.checkpoint.piece import Piece
 __all__ = ["Staging"]
 
 _ALIGNMENT = 64  # bytes
+_SPARE, _LEAST = (
+    0.02,
+    1 << 20,
+)  # share and bytes of memory beyond what is asked for: a later copy may need more
 
 
 @final
 class Staging:
     """Host memory for one copy of a rank's pieces, kept and used again by the next copy.
 
-    It is one block of memory in large pages, which the system gives quickly. It is pinned if a piece is on a
-    GPU, so that copies from there run at the rate of the link.
+    It is one block of memory in large pages. It is pinned if a piece is on a GPU, so that copies from there
+    run at the rate of the link.
     """
 
     def __init__(self) -> None:
         self._memory: torch.Tensor | None = None
         self._is_pinned = False
+        self._touching: threading.Thread | None = None
 
     def missing(self, pieces: Iterable[Piece]) -> int:
         """Return the bytes of new memory that a copy of `pieces` needs."""
@@ -41,7 +47,7 @@ class Staging:
         """
         if self._memory is None or self.missing(pieces):
             self.release()
-            size = max(_ALIGNMENT, _size(pieces))
+            size = round(_size(pieces) * (1 + _SPARE)) + _LEAST
             try:
                 block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             except OSError as error:
@@ -54,8 +60,15 @@ class Staging:
             code = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.nbytes, 0)
             self._is_pinned = int(code) == 0
 
+    def touch(self) -> None:
+        """Let a thread touch the memory: the system gives it at the first touch, which takes long."""
+        if self._memory is not None:
+            self._touching = threading.Thread(target=self._memory.zero_, name="shoal touch", daemon=True)
+            self._touching.start()
+
     def release(self) -> None:
         """Give the memory back; no copy is in use any more."""
+        self._wait()
         if self._is_pinned and self._memory is not None:
             torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
         self._memory, self._is_pinned = None, False
@@ -64,6 +77,7 @@ class Staging:
     def copy(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Return copies of `pieces` in the memory that was reserved for them, once they are there."""
         assert self._memory is not None, "memory was reserved"
+        self._wait()
         copies = []
         offset = 0
         for piece in pieces:
@@ -74,6 +88,11 @@ class Staging:
         for device in {piece.tensor.device for piece in pieces if piece.tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         return copies
+
+    def _wait(self) -> None:
+        if self._touching is not None:
+            self._touching.join()
+            self._touching = None
 
 
 def _size(pieces: Iterable[Piece]) -> int:

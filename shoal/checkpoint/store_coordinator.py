@@ -7,9 +7,11 @@ order, and another order on another rank. The store that the ranks met in takes 
 from __future__ import annotations
 
 import base64
+import contextlib
 import math
 import pickle
 import time
+from collections.abc import Iterator
 from typing import Any, final
 
 import torch.distributed as dist
@@ -27,10 +29,10 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1e-3, 0.05  # seconds between two looks at the st
 class StoreCoordinator:
     """A Coordinator over a `torch.distributed` store.
 
-    In each round every rank puts its value into the store. The rank that comes last puts all values
-    together, and the others take them from there. A rank that waits looks again and again, since a wait
-    within the store would hold up the other threads of its process. The keys of a round are removed in the
-    next one: then all ranks have read them.
+    In each round every rank puts its value into the store, and rank 0 takes all of them out. To tell all
+    ranks, it puts them together into the store, and removes them when all have read them: it may be the
+    process that serves the store, and must not leave earlier. A rank that waits looks again and again, since
+    a wait within the store would hold up the other threads of its process.
 
     Args:
         store: The ranks' common store, for these ranks and this purpose alone.
@@ -52,38 +54,66 @@ class StoreCoordinator:
         Raises:
             CommunicationError: The store does not answer, or another rank did not come in time.
         """
-        try:
-            texts = self._gather(base64.b64encode(pickle.dumps(value)).decode("ascii"))
-        except RuntimeError as error:  # the stores raise this
-            raise CommunicationError(f"the store of the ranks does not answer: {error}") from error
-        return [pickle.loads(base64.b64decode(text)) for text in texts]
+        with _store_errors():
+            texts = self._gather(value)
+            everyone, read = f"{self._round} everyone", self._keys("read by")
+            if texts is None:
+                self._wait_for([everyone])
+                texts = self._store.get(everyone).decode("ascii").split("\n")
+                self._store.set(read[self.rank], "")
+            else:
+                self._store.set(everyone, "\n".join(texts))
+                self._wait_for(read[1:])
+                self._remove([everyone, *read[1:]])
+        return [_value(text) for text in texts]
+
+    def gather_object(self, value: Any) -> list[Any] | None:
+        """Return the value of every rank on rank 0, and None on the others; errors as in the other one."""
+        with _store_errors():
+            texts = self._gather(value)
+        return None if texts is None else [_value(text) for text in texts]
 
     def give_up_after(self, seconds: float) -> None:
         """Wait for other ranks no longer than so many seconds, from now on; call it from any thread."""
         self._since, self._patience = time.monotonic(), seconds
 
-    def _gather(self, text: str) -> list[str]:
+    def _gather(self, value: Any) -> list[str] | None:
         self._round += 1
-        everyone = f"{self._round} everyone"
-        self._store.set(self._key(self.rank), text)
-        if self._store.add(f"{self._round} count", 1) == self.size:
-            keys = [self._key(rank) for rank in range(self.size)]
-            texts = [self._store.get(key).decode("ascii") for key in keys]
-            self._store.set(everyone, "\n".join(texts))
-            before = self._round - 1
-            for key in (*keys, f"{self._round} count", f"{before} everyone"):
-                self._store.delete_key(key)
-            return texts
+        keys = self._keys("of")
+        self._store.set(keys[self.rank], base64.b64encode(pickle.dumps(value)).decode("ascii"))
+        if self.rank > 0:
+            return None
+        self._wait_for(keys)
+        texts = [self._store.get(key).decode("ascii") for key in keys]
+        self._remove(keys)
+        return texts
+
+    def _remove(self, keys: list[str]) -> None:
+        for key in keys:
+            self._store.delete_key(key)
+
+    def _wait_for(self, keys: list[str]) -> None:
         pause, began = _FIRST_PAUSE, time.monotonic()
-        while not self._store.check([everyone]):
+        while not self._store.check(keys):
             if time.monotonic() - max(began, self._since) > self._patience:
                 raise CommunicationError(f"other ranks did not come within {self._patience:g} s")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
-        return self._store.get(everyone).decode("ascii").split("\n")
 
-    def _key(self, rank: int) -> str:
-        return f"{self._round} of {rank}"
+    def _keys(self, what: str) -> list[str]:
+        return [f"{self._round} {what} {rank}" for rank in range(self.size)]
+
+
+def _value(text: str) -> Any:
+    return pickle.loads(base64.b64decode(text))
+
+
+@contextlib.contextmanager
+def _store_errors() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # the stores raise this
+        raise CommunicationError(f"the store of the ranks does not answer: {error}") from error
 
 
 def coordinator_beside() -> Coordinator:

@@ -1,7 +1,7 @@
-"""`shoal checkpoint`: list the checkpoints of a run, verify, compare and copy them.
+"""`shoal checkpoint`: list the checkpoints of a run, verify, compare, copy and convert them.
 
 Exit codes: 0, all are sound, or both are equal; 1, one is corrupt, or there is none, or two differ; 2, a path
-does not exist.
+does not exist, or is there already.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from shoal.units import format_bytes
 if TYPE_CHECKING:
     from shoal.checkpoint import Difference
 
-__all__ = ["add_parser", "run", "run_copy", "run_diff"]
+__all__ = ["add_parser", "run", "run_convert", "run_copy", "run_diff"]
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
     """Add the command and its subcommands to the program."""
     parser = commands.add_parser(
         "checkpoint",
-        help="list, verify, compare and copy checkpoints",
-        description="Lists the checkpoints of a run, newest first, verifies and compares them, and copies "
-        "them to an object store and back.",
+        help="list, verify, compare, copy and convert checkpoints",
+        description="Lists the checkpoints of a run, newest first, verifies and compares them, copies them "
+        "to an object store and back, and converts them.",
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for action, path_help, text in (
@@ -71,6 +71,26 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     copy_parser.add_argument("source", metavar="SOURCE", help="a run, a checkpoint, or a URL")
     copy_parser.add_argument("target", metavar="TARGET", help="a URL, or the directory of a run")
     copy_parser.set_defaults(run=run_copy)
+    convert_parser = actions.add_parser(
+        "convert",
+        help="Convert to and from torch.distributed.checkpoint",
+        description="Writes a checkpoint in the format of torch.distributed.checkpoint (DCP), or one of DCP "
+        "as a checkpoint. There and back it is equal. To read DCP's metadata, which is a pickle, runs no "
+        "code unless --trust is given.",
+    )
+    convert_parser.add_argument(
+        "path", metavar="CHECKPOINT", type=Path, help="a checkpoint, or a run; with --to shoal, DCP's folder"
+    )
+    convert_parser.add_argument(
+        "out", metavar="DIR", type=Path, help="a new folder; with --to shoal, a directory of checkpoints"
+    )
+    convert_parser.add_argument("--to", choices=["dcp", "shoal"], required=True, help="the format to write")
+    convert_parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="UNSAFE: let DCP's metadata name any class, which may run any code",
+    )
+    convert_parser.set_defaults(run=run_convert)
 
 
 @dataclass(frozen=True)
@@ -156,6 +176,28 @@ def run_copy(args: argparse.Namespace) -> int:
     newest = resolve(path)[0]
     Store(args.target).put(newest)
     print(f"{args.target.rstrip('/')}/checkpoints/{newest.name}")
+    return 0
+
+
+def run_convert(args: argparse.Namespace) -> int:
+    """Convert a checkpoint, and print where it is now.
+
+    Raises:
+        RunError: The path does not exist, or the folder to write holds something.
+        CheckpointError: There is no checkpoint, or it cannot be read or stored.
+    """
+    from shoal.checkpoint import resolve
+    from shoal.checkpoint.dcp import from_dcp, to_dcp
+
+    _require_path(args.path)
+    if args.to == "dcp":
+        checkpoint = resolve(args.path)[0]
+        print(f"wrote {to_dcp(checkpoint, args.out)} tensors of {checkpoint} to {args.out}")
+        return 0
+    path, left_out = from_dcp(args.path, args.out, trusted=args.trust)
+    print(f"wrote {path}")
+    if left_out:
+        print(f"left out {len(left_out)} keys: {', '.join(left_out)}")
     return 0
 
 

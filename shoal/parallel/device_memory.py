@@ -10,7 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["available_memory", "largest_logits", "memory_of_a_rank"]
+from shoal.models import Transformer
+from shoal.plan import Plan
+
+__all__ = ["available_memory", "limit_logits", "memory_of_a_rank"]
 
 _MARGIN = 0.1
 """Share of a GPU's memory that is left to CUDA itself, to NCCL's buffers and to gaps between tensors."""
@@ -48,10 +51,15 @@ def memory_of_a_rank(model: nn.Module, device: torch.device) -> float | None:
     return min(known) if len(known) == len(limits) else None
 
 
-def largest_logits(model: nn.Module, device: torch.device) -> int | None:
-    """Return the number of logits above which a rank should make them in parts; None for any number."""
+def limit_logits(model: Transformer, plan: Plan, device: torch.device) -> None:
+    """Let a Transformer make its logits in parts if they are many, where its Plan has them whole."""
+    if plan.tp > 1:
+        return
     _, memory, _ = _here(model, device)
-    return None if memory is None else int(memory * _OF_LOGITS / _FP32)
+    if memory is None or plan.has_halves:
+        model.most_logits = None
+    else:
+        model.most_logits = int(memory * _OF_LOGITS / _FP32)
 
 
 def _here(model: nn.Module, device: torch.device) -> tuple[str, float | None, int]:

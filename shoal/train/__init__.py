@@ -5,6 +5,7 @@ and the run it becomes). The command line calls `check` and `execute`; users wit
 own call the Trainer.
 """
 
+from shoal.train.background_saves import BackgroundSaves
 from shoal.train.classes import with_classes
 from shoal.train.config import (
     CheckpointConfig,
@@ -35,6 +36,7 @@ from shoal.train.result import StepResult
 from shoal.train.trainer import Trainer
 
 __all__ = [
+    "BackgroundSaves",
     "CheckpointConfig",
     "HeldOut",
     "Job",

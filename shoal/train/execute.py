@@ -270,6 +270,7 @@ class _Execution:
         self._saving.stepped(result.seconds)
         if not (self._is_savable or result.skipped):
             self._trainer.require_savable()
+            self._saving.prepare()
             self._is_savable = True
         if not self._is_first:
             return

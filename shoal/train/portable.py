@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,9 @@ from shoal.checkpoint import save as write_pieces
 from shoal.errors import CheckpointError
 from shoal.parallel import GuidedUpdates, LocalUpdates, Parallel, ServedUpdates, title_of
 from shoal.train.exchange_state import empty_like_saved, kept_by_exchanges, restore_exchanges
-from shoal.train.state import differing_buffers, optimizer_to_load, pieces_to_load, pieces_to_save
+from shoal.train.state import differing_buffers, digests_of, optimizer_to_load, pieces_to_load, pieces_to_save
 
-__all__ = ["load", "load_training", "save", "training_to_save"]
+__all__ = ["OwnTraining", "all_ranks", "load", "load_training", "save", "training_to_save"]
 
 _RATES = "local_updates_rates"
 """Key of `LocalUpdates.rates`, in the checkpoint's state."""
@@ -70,15 +70,47 @@ def save(
         CheckpointError: On all ranks: it could not be written, the optimizer has state that a checkpoint
             cannot hold, or `state` is not JSON.
     """
-    folder, coordinator = Path(directory), _all_ranks()
+    folder, coordinator = Path(directory), all_ranks()
     if step is None:
         step = coordinator.all_gather_object(_next_step(folder))[0]
-    described = {"plan": str(parallel.plan), "ranks": coordinator.size, _OWN: {**state, "step": step}}
-    if optimizer is not None:
-        described["settings"] = [_settings_of(group) for group in optimizer.param_groups]
-    purpose = f"cannot save step {step} in {folder}"
-    pieces, kept = training_to_save(purpose, parallel, optimizer, described, coordinator)
+    pieces, kept = OwnTraining(parallel, optimizer, coordinator).to_save(folder, step, state)
     return write_pieces(folder, step, pieces, kept, coordinator)
+
+
+@final
+class OwnTraining:
+    """What `save` saves: the training of a user's own loop.
+
+    Args:
+        parallel: The model.
+        optimizer: Optimizer of its parameters; None for none.
+        coordinator: All ranks.
+    """
+
+    def __init__(
+        self, parallel: Parallel, optimizer: torch.optim.Optimizer | None, coordinator: Coordinator
+    ) -> None:
+        self._parallel = parallel
+        self._optimizer = optimizer
+        self._coordinator = coordinator
+
+    def pieces(self) -> list[Piece]:
+        """See `shoal.train.saves.Source`."""
+        return pieces_to_save(self._parallel, self._optimizer)
+
+    def to_save(
+        self, directory: Path, step: int, state: Mapping[str, Any]
+    ) -> tuple[list[Piece], dict[str, Any]]:
+        """See `shoal.train.saves.Source`."""
+        described = {
+            "plan": str(self._parallel.plan),
+            "ranks": self._coordinator.size,
+            _OWN: {**state, "step": step},
+        }
+        if self._optimizer is not None:
+            described["settings"] = [_settings_of(group) for group in self._optimizer.param_groups]
+        purpose = f"cannot save step {step} in {directory}"
+        return training_to_save(purpose, self._parallel, self._optimizer, described, self._coordinator)
 
 
 def load(
@@ -101,7 +133,7 @@ def load(
         CheckpointError: On all ranks: there is no sound checkpoint, or it does not fit the model or the
             optimizer.
     """
-    coordinator = _all_ranks()
+    coordinator = all_ranks()
     found = attempt_together(coordinator, f"cannot load {path}", lambda: resolve(Path(path)))[0]
     checkpoint = newest_verified(found, coordinator, lambda text: warnings.warn(text, stacklevel=3))
     if checkpoint is None:
@@ -142,8 +174,14 @@ def training_to_save(
     if isinstance(optimizer, (LocalUpdates, GuidedUpdates, ServedUpdates)):
         optimizer.settle()
     pieces: list[Piece] = []
-    attempt_together(coordinator, purpose, lambda: pieces.extend(pieces_to_save(parallel, optimizer)))
-    buffers = differing_buffers(parallel.saved_buffers(), coordinator)
+    mine = parallel.saved_buffers()
+
+    def find() -> dict[str, bytes]:
+        pieces.extend(pieces_to_save(parallel, optimizer))
+        return digests_of(mine)
+
+    digests = attempt_together(coordinator, purpose, find)
+    buffers = differing_buffers(mine, coordinator.rank, digests)
     pieces += _of_rank(coordinator.rank, buffers, {**(of_rank or {}), **kept_by_exchanges(parallel)})
     kept = dict(state)
     if optimizer is not None:
@@ -240,7 +278,8 @@ def _of_rank(
     return [Piece.whole(f"rank/{rank}/{name}", tensor.detach()) for name, tensor in held.items()]
 
 
-def _all_ranks() -> Coordinator:
+def all_ranks() -> Coordinator:
+    """Return all ranks of the default process group, or this process alone."""
     return ProcessGroupCoordinator() if dist.is_initialized() else SingleProcess()
 
 

@@ -12,7 +12,7 @@ from shoal.checkpoint import Coordinator, Piece, attempt_together, read_manifest
 from shoal.parallel import Parallel
 from shoal.train.portable import load_training, training_to_save
 from shoal.train.randomness import begin_anew, random_state, set_random_state
-from shoal.train.state import optimizer_pieces
+from shoal.train.state import optimizer_pieces, pieces_to_save
 
 __all__ = ["SavedTraining"]
 
@@ -24,19 +24,19 @@ class SavedTraining:
     Args:
         parallel: The model.
         optimizer: The optimizer as it was made: later changes of its groups' settings are saved.
+        coordinator: All ranks.
         plan: The Plan's text, as checkpoints record it; equal text on equal ranks means an equal layout.
         seed: The run's seed.
-        coordinator: All ranks.
     """
 
     def __init__(
         self,
         parallel: Parallel,
         optimizer: torch.optim.Optimizer,
+        coordinator: Coordinator,
         *,
         plan: str,
         seed: int,
-        coordinator: Coordinator,
     ) -> None:
         self._parallel = parallel
         self._optimizer = optimizer
@@ -48,16 +48,7 @@ class SavedTraining:
     def to_save(
         self, directory: Path, step: int, state: Mapping[str, Any]
     ) -> tuple[list[Piece], dict[str, Any]]:
-        """Return the pieces that this rank saves, in the memory of training, and the state beside them.
-
-        Args:
-            directory: Directory of checkpoints.
-            step: Optimizer steps made.
-            state: A JSON object to keep with the checkpoint.
-
-        Raises:
-            CheckpointError: The optimizer has state that a checkpoint cannot hold.
-        """
+        """See `Source.to_save`."""
         settings = [
             {key: value for key, value in now.items() if before.get(key) != value}
             for now, before in zip(_settings_of(self._optimizer), self._settings, strict=True)
@@ -70,6 +61,10 @@ class SavedTraining:
             self._coordinator,
             {f"random.{name}": tensor for name, tensor in random_state().items()},
         )
+
+    def pieces(self) -> list[Piece]:
+        """See `Source.pieces`."""
+        return pieces_to_save(self._parallel, self._optimizer)
 
     def require_savable(self) -> None:
         """Refuse an optimizer with state that a checkpoint cannot hold; it has made a step.

@@ -1,4 +1,4 @@
-"""The checkpoints of a Trainer: saved while training waits, or beside it.
+"""The checkpoints of a training: saved while training waits, or beside it.
 
 Beside the training, a step waits for two things: for the save before, if that still goes on, and for a copy
 of the state in host memory. A thread writes the copy. There is never more than one copy. If a host has no
@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from shoal.checkpoint import (
     Background,
@@ -30,11 +30,9 @@ from shoal.errors import CommunicationError
 from shoal.parallel.device_memory import available_memory
 from shoal.record import Recorder
 from shoal.timeline import Kind
-from shoal.train.listeners import Listeners
-from shoal.train.saved import SavedTraining
 from shoal.units import format_bytes
 
-__all__ = ["Begun", "Extra", "Saves", "Told"]
+__all__ = ["Begun", "Extra", "Saves", "Source", "Told"]
 
 Extra = Mapping[str, Any] | None
 """A JSON object to keep with a checkpoint, if there is one."""
@@ -45,6 +43,29 @@ Told = Callable[[Ended], object] | None
 _LOOK = 0.02  # seconds between two looks whether a save has ended on all ranks
 _LEFT = 0.1  # share of a host's free memory that copies leave
 _OTHERS, _LOST = 60.0, 3.0  # seconds to wait for other ranks' parts at the end, and after one was lost
+
+
+class Source(Protocol):
+    """What is to be saved."""
+
+    def pieces(self) -> list[Piece]:
+        """Return this rank's pieces as far as they are known without the other ranks."""
+        ...
+
+    def to_save(
+        self, directory: Path, step: int, state: Mapping[str, Any]
+    ) -> tuple[list[Piece], dict[str, Any]]:
+        """Return this rank's pieces, in the memory of training, and the state beside them.
+
+        Args:
+            directory: Directory of checkpoints.
+            step: Optimizer steps made.
+            state: A JSON object to keep with the checkpoint.
+
+        Raises:
+            CheckpointError: There is a state that a checkpoint cannot hold.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,20 +85,24 @@ class Begun:
 
 @final
 class Saves:
-    """Save the checkpoints of a Trainer; all ranks call each method together, `poll` and `close` excepted.
+    """Save the checkpoints of a training; all ranks call each method together, `poll` and `close` excepted.
 
     Args:
-        saved: Gives what is to be saved.
-        listeners: Told of each checkpoint.
+        source: Gives what is to be saved.
+        on_save: Called with each checkpoint.
         recorder: Recorder of the time for which training waits.
         coordinator: All ranks.
     """
 
     def __init__(
-        self, saved: SavedTraining, listeners: Listeners, recorder: Recorder, coordinator: Coordinator
+        self,
+        source: Source,
+        on_save: Callable[[Path], object],
+        recorder: Recorder,
+        coordinator: Coordinator,
     ) -> None:
-        self._saved = saved
-        self._listeners = listeners
+        self._source = source
+        self._on_save = on_save
         self._recorder = recorder
         self._coordinator = coordinator
         self._saver = Saver()
@@ -86,17 +111,26 @@ class Saves:
         self._told: Told = None
         self._is_unfinished = False  # equal on all ranks, other than whether the thread has ended
 
+    def prepare(self) -> None:
+        """Make room for copies of the state, after a step, so that the first save need not wait for it.
+
+        The system gives memory at the first touch, at the rate of a disk where a host gives it to a guest. A
+        thread touches it meanwhile.
+        """
+        if not self._reserve(self._source.pieces()):
+            self._staging.touch()
+
     def now(self, directory: Path, step: int, state: Mapping[str, Any]) -> Path:
-        """Save a checkpoint while training waits; see `SavedTraining.to_save`.
+        """Save a checkpoint while training waits; see `Source.to_save`.
 
         Raises:
             CheckpointError: It could not be written; training can go on.
         """
         self.finish()
         with self._recorder.span(Kind.CHECKPOINT):
-            pieces, kept = self._saved.to_save(directory, step, state)
+            pieces, kept = self._source.to_save(directory, step, state)
             path = self._saver.save(directory, step, pieces, kept, self._coordinator)
-        self._listeners.saved(path)
+        self._on_save(path)
         return path
 
     def begin(
@@ -124,7 +158,7 @@ class Saves:
         with self._recorder.span(Kind.CHECKPOINT):
             self.finish()
             waited = time.perf_counter() - began
-            pieces, kept = self._saved.to_save(directory, step, state)
+            pieces, kept = self._source.to_save(directory, step, state)
             if reason := self._reserve(pieces):
                 path = self._saver.save(directory, step, pieces, kept, self._coordinator)
                 if keep:
@@ -132,7 +166,7 @@ class Saves:
             else:
                 copies = self._staging.copy(pieces)
         if reason:
-            self._listeners.saved(path)
+            self._on_save(path)
             return Begun(waited, time.perf_counter() - began, reason)
         if self._background is None:
             self._background = Background(self._saver, coordinator_beside())
@@ -159,7 +193,7 @@ class Saves:
         if ended is None:
             return
         if ended.path is not None:
-            self._listeners.saved(ended.path)
+            self._on_save(ended.path)
         if self._told is not None:
             self._told(ended)
         elif ended.error is not None and self._coordinator.rank == 0:

@@ -65,6 +65,12 @@ class Saving:
         """Begin to count steps: the run begins or goes on."""
         self._saved_at = self._trainer.step_count
 
+    def prepare(self) -> None:
+        """Make room for the saves to come, once a step was made."""
+        every = self._config.every
+        if self._config.background and (every == "auto" or 0 < every < self._trainer.steps):
+            self._trainer.saves.prepare()
+
     def stepped(self, seconds: float) -> None:
         """Take note of the time of a step."""
         self._steps.append(seconds)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.checkpoint import Coordinator, Piece, Region, TensorRecord, dtype_named
+from shoal.checkpoint import Piece, Region, TensorRecord, dtype_named
 from shoal.errors import CheckpointError
 from shoal.parallel import (
     Axis,
@@ -40,6 +40,7 @@ from shoal.parallel import (
 __all__ = [
     "ToLoad",
     "differing_buffers",
+    "digests_of",
     "fixed_pieces",
     "optimizer_pieces",
     "optimizer_to_load",
@@ -201,17 +202,26 @@ def fixed_pieces(model: nn.Module) -> list[Piece]:
     return frozen + _fixed(saved_buffers(model))
 
 
-def differing_buffers(mine: Mapping[str, torch.Tensor], coordinator: Coordinator) -> dict[str, torch.Tensor]:
+def digests_of(buffers: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
+    """Return a hash of each buffer, by which ranks compare theirs."""
+    return {name: _digest(buffer) for name, buffer in buffers.items()}
+
+
+def differing_buffers(
+    mine: Mapping[str, torch.Tensor], rank: int, digests: Sequence[Mapping[str, bytes]]
+) -> dict[str, torch.Tensor]:
     """Return this rank's buffers that have other values on another rank, such as BatchNorm's statistics.
 
-    All ranks call it together.
+    Args:
+        mine: This rank's buffers.
+        rank: This rank.
+        digests: Those of each rank's buffers.
     """
-    digests = {name: _digest(buffer) for name, buffer in mine.items()}
-    everyone = coordinator.all_gather_object(digests)
+    own = digests[rank]
     return {
         name: buffer
         for name, buffer in mine.items()
-        if any(other.get(name, digests[name]) != digests[name] for other in everyone)
+        if any(other.get(name, own[name]) != own[name] for other in digests)
     }
 
 

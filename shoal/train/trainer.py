@@ -18,7 +18,7 @@ from shoal.data import Loader, as_samples
 from shoal.models import Transformer
 from shoal.parallel import Batch, Parallel, own_device, parallelize
 from shoal.parallel.compiled import compiled
-from shoal.parallel.device_memory import largest_logits
+from shoal.parallel.device_memory import limit_logits
 from shoal.plan import Plan, SettledPlan
 from shoal.record import NullRecorder, Recorder
 from shoal.run import Decision
@@ -101,6 +101,7 @@ class Trainer:
         position: Samples consumed, over all ranks: the state of the data.
         skips: Counts of skipped steps, in total and in a row.
         workers: The course of the training, of which this rank's worker makes its part.
+        saves: Its checkpoints, and the one that is saved beside it.
 
     Raises:
         PlanError: The Plan does not fit the ranks or the batch.
@@ -170,8 +171,8 @@ class Trainer:
         )
         if self.parallel.plan.compile == "blocks":
             self._reader.compile_loss(compiled)
-        if isinstance(model, Transformer) and self._reader.is_default_loss and self.plan.tp == 1:
-            model.most_logits = None if self.plan.has_halves else largest_logits(model, self._device)
+        if isinstance(model, Transformer) and self._reader.is_default_loss:
+            limit_logits(model, self.plan, self._device)
         self._listeners.laid_out(self.parallel.plan)
         self.optimizer = build_optimizer(self.parallel, self.config, of_all, make_optimizer)
         if servers is not None:
@@ -180,10 +181,8 @@ class Trainer:
         axes, number = self.parallel.axes, of_all // batch
         self.workers = Workers(self.optimizer, number, steps, batch, axes=axes, seed=seed)
         text = str(self.plan if servers is None else whole)
-        self._saved = SavedTraining(
-            self.parallel, self.optimizer, plan=text, seed=seed, coordinator=self.coordinator
-        )
-        self._saves = Saves(self._saved, self._listeners, self._recorder, self.coordinator)
+        self._saved = SavedTraining(self.parallel, self.optimizer, self.coordinator, plan=text, seed=seed)
+        self.saves = Saves(self._saved, self._listeners.saved, self._recorder, self.coordinator)
         microbatch = self.plan.microbatch
         self._passes = Passes(
             self.parallel,
@@ -247,7 +246,7 @@ class Trainer:
             RunError: The directory of the Run holds a run, and no checkpoint of it was loaded.
         """
         self._listeners.begin_step()
-        self._saves.poll()
+        self.saves.poll()
         began = time.perf_counter()
         with self._listeners.measured(self.parallel, self.optimizer, self.step_count + 1):
             made = self._stepping.make(self.step_count, self.position, stop=stop)
@@ -315,7 +314,7 @@ class Trainer:
             CheckpointError: It could not be written; training can go on.
             ConfigError: There is neither a directory nor a Run.
         """
-        return self._saves.now(*self._to_save(directory, extra))
+        return self.saves.now(*self._to_save(directory, extra))
 
     def save_in_background(
         self, directory: Path | None = None, extra: Extra = None, *, keep: int = 0, told: Told = None
@@ -329,11 +328,11 @@ class Trainer:
             keep: Number of newest checkpoints in the directory that stay; 0 keeps all.
             told: Called with the end of the save, in place of a warning if it failed.
         """
-        return self._saves.begin(*self._to_save(directory, extra), keep, told)
+        return self.saves.begin(*self._to_save(directory, extra), keep, told)
 
     def finish_saving(self) -> None:
         """Wait until the save in the background has ended, if there is one."""
-        self._saves.finish()
+        self.saves.finish()
 
     def _to_save(self, directory: Path | None, extra: Extra) -> tuple[Path, int, dict[str, Any]]:
         """Return the arguments of `Saves`, after the last step."""
@@ -381,7 +380,7 @@ class Trainer:
 
     def close(self) -> None:
         """Wait for the last save, end processes that prepare data (a step restarts them), close the Run."""
-        self._saves.close(sys.exc_info()[1])
+        self.saves.close(sys.exc_info()[1])
         if self._unsettled is not None and self._unsettled.result.is_finite:
             self.settle()  # otherwise ranks would look for the reason together, and one may be gone
         self._passes.close()

@@ -37,6 +37,10 @@ class ThreadExchange:
         self.barrier.wait()
         return values
 
+    def gather_object(self, value: Any) -> list[Any] | None:
+        values = self.all_gather_object(value)
+        return values if self.rank == 0 else None
+
 
 def on_ranks(size: int, function: Callable[[Coordinator], Any]) -> list[Any]:
     """What `function` returned on each of `size` ranks, or the ShoalError that it raised there."""
@@ -77,6 +81,10 @@ class PipeExchange:
         self.connection.send(value)
         other = self.connection.recv()
         return [value, other] if self.rank == 0 else [other, value]
+
+    def gather_object(self, value: Any) -> list[Any] | None:
+        values = self.all_gather_object(value)
+        return values if self.rank == 0 else None
 
 
 def fork(function: Callable[[], object]) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -52,6 +54,7 @@ from shoal.checkpoint import (
     save,
     verify,
 )
+from shoal.errors import CheckpointError
 
 OLD, NEW = tensors(1), tensors(2)
 STATE = {"position": [2]}
@@ -142,17 +145,19 @@ def test_ranks_of_a_process_group_save_beside_their_collectives(tmp_path: Path) 
 
 def test_ranks_agree_through_a_store_and_leave_nothing_there() -> None:
     store = dist.HashStore()
-    kept = []
 
     def run(rank: int) -> list[Any]:
         ranks = StoreCoordinator(store, rank, 3)
-        told = [ranks.all_gather_object((rank, step, "x\n" * step)) for step in range(5)]
-        kept.append(store.num_keys())
+        told = []
+        for step in range(5):
+            told += [ranks.all_gather_object((rank, step, "x\n" * step)), ranks.gather_object(rank)]
         return told
 
-    told = on_ranks(3, lambda ranks: run(ranks.rank))
-    assert told == [[[(rank, step, "x\n" * step) for rank in range(3)] for step in range(5)]] * 3
-    assert kept[-1] <= 4  # those of the last round
+    everyone = [[(rank, step, "x\n" * step) for rank in range(3)] for step in range(5)]
+    for rank, told in enumerate(on_ranks(3, lambda ranks: run(ranks.rank))):
+        assert told[::2] == everyone
+        assert told[1::2] == [None if rank else [0, 1, 2]] * 5
+    assert store.num_keys() == 0
 
 
 def test_a_rank_that_does_not_come_is_waited_for_as_long_as_told(tmp_path: Path) -> None:
@@ -318,6 +323,55 @@ def test_ranks_that_are_killed_while_they_save_leave_the_last_checkpoint(tmp_pat
 @pytest.mark.long
 def test_ranks_that_are_killed_at_200_random_moments_leave_the_last_checkpoint(tmp_path: Path) -> None:
     kill_at_random(200, tmp_path)
+
+
+# -- what ranks tell each other ---------------------------------------------------------------------
+
+
+class Counting:
+    """A Coordinator that counts the bytes of what a rank tells rank 0."""
+
+    def __init__(self, ranks: Coordinator) -> None:
+        self.ranks, self.rank, self.size = ranks, ranks.rank, ranks.size
+        self.told: list[int] = []
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return self.ranks.all_gather_object(value)
+
+    def gather_object(self, value: Any) -> list[Any] | None:
+        self.told.append(len(pickle.dumps(value)))
+        return self.ranks.gather_object(value)
+
+
+def test_ranks_tell_their_tensors_again_only_if_these_changed_or_a_save_failed(tmp_path: Path) -> None:
+    many = {f"model/{number}": torch.full((8,), float(number)) for number in range(100)}
+    more = {**many, "model/last": torch.ones(8)}
+
+    def run(ranks: Coordinator) -> list[int]:
+        failing = StoppingFiles()
+        saver, counting = Saver(failing), Counting(ranks)
+        for step, named in enumerate((many, many, more, more, more, more)):
+            if step == 4 and ranks.rank == 1:
+                failing.at, failing.stop = failing.places, disk_fails
+            with contextlib.suppress(CheckpointError):
+                saver.save(tmp_path, step, share(named, ranks.rank, 2), {}, counting)
+        return counting.told
+
+    for told in on_ranks(2, run):
+        assert [number > 5000 for number in told] == [True, False, True, False, False, True]
+    assert [path.name for path in checkpoints(tmp_path)] == [
+        f"step-0000000{step}" for step in (5, 3, 2, 1, 0)
+    ]
+    for path in checkpoints(tmp_path):
+        named = many if path.name.endswith(("0", "1")) else more
+        verify(path)
+        read = {name: torch.zeros(8) for name in named}
+        load(path, wholes(read), SingleProcess())
+        assert same_bits(read, named)
+
+
+def disk_fails() -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 # -- what does not change is not written again -----------------------------------------------------

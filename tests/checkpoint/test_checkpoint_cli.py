@@ -1,4 +1,4 @@
-"""`shoal checkpoint ls` and `verify`."""
+"""`shoal checkpoint ls`, `verify` and `convert`."""
 
 from __future__ import annotations
 
@@ -117,3 +117,17 @@ def test_a_path_that_does_not_exist_is_refused_with_the_nearest(
 def test_the_command_is_defined_without_torch() -> None:
     program = "import sys, shoal.cli.checkpoint; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_convert_says_what_it_wrote_and_there_and_back_nothing_differs(
+    run_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, back = run_directory / "dcp", run_directory / "back"
+    assert shoal("convert", str(run_directory), str(out), "--to", "dcp") == 0
+    assert shoal("convert", str(out), str(back), "--to", "shoal") == 0
+    newest = run_directory / "checkpoints" / "step-00000200"
+    assert capsys.readouterr().out.splitlines() == [
+        f"wrote 4 tensors of {newest} to {out}",
+        f"wrote {back / newest.name}",
+    ]
+    assert shoal("diff", str(run_directory), str(back)) == 0

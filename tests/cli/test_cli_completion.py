@@ -49,7 +49,7 @@ def test_a_shell_takes_its_script(scripts, shell):
 def test_bash_offers_commands_options_names_and_files(scripts, tmp_path):
     (tmp_path / "run-1").mkdir()
     assert offered(scripts, "shoal pl") == {"plan"}
-    assert offered(scripts, "shoal checkpoint ") == {"copy", "diff", "ls", "verify"}
+    assert offered(scripts, "shoal checkpoint ") == {"convert", "copy", "diff", "ls", "verify"}
     assert offered(scripts, "shoal cluster ") == {"ls", "show", "export", "check", "import"}
     assert offered(scripts, "shoal cluster show dgx-h") == {"dgx-h100"}
     assert offered(scripts, "shoal train --res") == {"--resume"}

@@ -12,6 +12,7 @@ from torch import nn
 import shoal
 from shoal.errors import ShoalError
 from shoal.parallel import Parallel, Together, WholeParameters, parallelize
+from shoal.train import BackgroundSaves
 
 STEPS, SAVED_AFTER, BATCH = 6, 3, 8
 
@@ -86,6 +87,18 @@ def round_trip(before: str, after: str, folder: Path) -> bool:
     shoal.load(path, parallel, optimizer)
     shoal.save(folder / "second", parallel, optimizer)
     return True
+
+
+def saved_beside(plan: str, folder: Path) -> tuple[list[str], Path | None]:
+    """Saves twice while steps go on, and once more what a save that waits writes."""
+    parallel, optimizer = training(plan, "two", seed=0)
+    saves = BackgroundSaves(folder / "beside", parallel, optimizer, keep=1)
+    for first in (0, 1):
+        steps(parallel, optimizer, first, first + 1)
+        shoal.save(folder / "waits", parallel, optimizer, step=first, words=[first])
+        saves.save(step=first, words=[first])
+    steps(parallel, optimizer, 2, STEPS)
+    return [path.name for path in sorted((folder / "waits").iterdir())], saves.finish()
 
 
 def batch_norms(plan: str, folder: Path) -> tuple[list[float], list[float]]:

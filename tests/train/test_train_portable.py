@@ -10,6 +10,7 @@ from portable_stand_ins import (
     interrupted,
     refusal,
     round_trip,
+    saved_beside,
     steps,
     taken_up,
     training,
@@ -71,6 +72,17 @@ def test_each_rank_gets_its_own_statistics_back(ranks, tmp_path):
     results = ranks.run(batch_norms, 2, "dp=2,shard=zero1", tmp_path)
     assert results[0][0] != results[1][0]
     assert all(before == after for before, after in results)
+
+
+def test_a_loop_saves_beside_its_steps_what_it_would_save_while_it_waits(ranks, tmp_path):
+    for waits, newest in ranks.run(saved_beside, 2, "dp=2,shard=zero1", tmp_path):
+        assert waits == ["step-00000000", "step-00000001"]
+        assert newest == tmp_path / "beside" / "step-00000001"
+    assert checkpoints(tmp_path / "beside") == [newest]
+    verify(newest)
+    ours, theirs = read_manifest(newest), read_manifest(tmp_path / "waits" / newest.name)
+    assert ours.files == theirs.files
+    assert ours.state == theirs.state
 
 
 def test_a_corrupt_checkpoint_is_passed_over_and_steps_are_counted(tmp_path):

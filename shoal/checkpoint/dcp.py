@@ -1,0 +1,248 @@
+"""Converts checkpoints to those of `torch.distributed.checkpoint` (DCP) and back, in one process.
+
+    model/NAME, fixed/NAME      model.NAME
+    optimizer*/KEY/NAME         optimizer.state.NAME.KEY
+    anything else               shoal.PATH
+
+So DCP loads `{"model": model.state_dict()}` from it. Beside these stands `shoal.json`, the bytes of a JSON
+object: the step, the state, and the path of each key, so that the way back gives an equal checkpoint. A
+checkpoint of DCP without it becomes one with step 0, the weights, and what is kept for each of them.
+
+The metadata of DCP is a pickle, which may run any code when it is read. Here only the classes of which DCP
+makes it are allowed in it; the tensors are read with `weights_only`.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load as load_by_dcp
+from torch.distributed.checkpoint.state_dict_saver import save as save_by_dcp
+
+from shoal.checkpoint.coordinator import SingleProcess
+from shoal.checkpoint.files import REAL_FILES, remove_tree
+from shoal.checkpoint.load import fill
+from shoal.checkpoint.manifest import Manifest, read_manifest
+from shoal.checkpoint.piece import Piece
+from shoal.checkpoint.save import save
+from shoal.checkpoint.shard import dtype_named
+from shoal.checkpoint.verify import verify
+from shoal.errors import CheckpointError, CorruptCheckpointError, RunError
+
+__all__ = ["from_dcp", "to_dcp"]
+
+_FACTS = "shoal.json"
+_OPTIMIZER = re.compile(r"optim(?:izer)?\.state\.(.+)\.([^.]+)")
+_HARMLESS = {
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+}
+
+
+def to_dcp(checkpoint: Path, folder: Path) -> int:
+    """Write a checkpoint in DCP's format; one tensor at a time is in memory.
+
+    Args:
+        checkpoint: The checkpoint, which is verified first.
+        folder: A folder that is absent or empty.
+
+    Returns:
+        The number of tensors.
+
+    Raises:
+        CorruptCheckpointError: The checkpoint is corrupt.
+        CheckpointError: The folder cannot be written.
+        RunError: The folder holds something.
+    """
+    _require_empty(folder)
+    verify(checkpoint)
+    manifest = read_manifest(checkpoint)
+    paths = {_key_of(path): path for path in manifest.tensors}
+    facts = json.dumps({"step": manifest.step, "state": dict(manifest.state), "paths": paths})
+    state = {
+        key: torch.empty(manifest.tensors[path].shape, dtype=_dtype(manifest, path), device="meta")
+        for key, path in paths.items()
+    }
+    state[_FACTS] = torch.frombuffer(bytearray(facts.encode()), dtype=torch.uint8)
+    staging = folder.with_name(f"{folder.name}.tmp")
+    planner = _FromCheckpoint(checkpoint, manifest, paths)
+    try:
+        with _without_warnings():
+            save_by_dcp(state, storage_writer=FileSystemWriter(staging), planner=planner, no_dist=True)
+        staging.rename(folder)
+    except (OSError, CheckpointException) as error:
+        raise CheckpointError(f"cannot write {folder}: {error}") from error
+    finally:
+        if staging.exists():
+            remove_tree(staging, REAL_FILES)
+    return len(paths)
+
+
+def from_dcp(folder: Path, directory: Path, *, trusted: bool = False) -> tuple[Path, Sequence[str]]:
+    """Save a checkpoint from one of DCP; all its tensors are in memory at once.
+
+    Args:
+        folder: The folder that DCP wrote.
+        directory: A directory of checkpoints.
+        trusted: Whether its metadata may hold any class, and so run any code.
+
+    Returns:
+        The checkpoint, and the keys that were left out since they are no tensors or belong to no weight.
+
+    Raises:
+        CheckpointError: The folder is not DCP's, or holds a type that cannot be stored.
+        CorruptCheckpointError: Its files cannot be read.
+    """
+    reader = _Reader(folder, trusted)
+    metadata = reader.read_metadata().state_dict_metadata
+    tensors = {
+        key: torch.empty(each.size, dtype=each.properties.dtype)
+        for key, each in metadata.items()
+        if isinstance(each, TensorStorageMetadata)
+    }
+    try:
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        with _without_warnings():
+            load_by_dcp(tensors, storage_reader=reader, planner=planner, no_dist=True)
+    except (OSError, CheckpointException) as error:
+        raise CorruptCheckpointError(f"{folder} cannot be read: {error}") from error
+    facts: dict[str, Any] = {"step": 0, "state": {"plan": "", "ranks": 0}}
+    if _FACTS in tensors:
+        facts = json.loads(bytes(tensors.pop(_FACTS).tolist()))
+    paths = facts.get("paths") or _guessed_paths(tensors)
+    pieces = [Piece.whole(path, tensors[key]) for key, path in paths.items()]
+    path = save(directory, facts["step"], pieces, facts["state"], SingleProcess())
+    return path, sorted(metadata.keys() - paths.keys() - {_FACTS})
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Let DCP not warn that it runs in one process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+def _require_empty(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise RunError(
+            f"{folder} holds something already",
+            possible="a folder that is absent or empty",
+            change="give another folder",
+        )
+
+
+def _dtype(manifest: Manifest, path: str) -> torch.dtype:
+    return dtype_named(manifest.tensors[path].dtype)
+
+
+def _key_of(path: str) -> str:
+    kind, _, rest = path.partition("/")
+    if kind in ("model", "fixed"):
+        return f"model.{rest}"
+    key, slash, name = rest.partition("/")
+    if kind.startswith("optimizer") and slash:
+        return f"optimizer.state.{name}.{key}"
+    return f"shoal.{path}"
+
+
+def _guessed_paths(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """Return the paths of the keys that other programs give to weights and to an optimizer's state."""
+    paths: dict[str, str] = {}
+    weights: dict[str, torch.Tensor] = {}
+    for key, tensor in tensors.items():
+        if not key.startswith(("optim", "lr_scheduler", "train_state", "dataloader")):
+            name = key.removeprefix("model.")
+            paths[key], weights[name] = f"model/{name}", tensor
+    for key, tensor in tensors.items():
+        match = _OPTIMIZER.fullmatch(key)
+        if match is not None and match[1] in weights:
+            kind = "optimizer" if tensor.shape == weights[match[1]].shape else "optimizer-tensor"
+            paths[key] = f"{kind}/{match[2]}/{match[1]}"
+    return paths
+
+
+@final
+class _FromCheckpoint(DefaultSavePlanner):
+    """Read each tensor from a checkpoint when DCP writes it."""
+
+    def __init__(self, checkpoint: Path, manifest: Manifest, paths: Mapping[str, str]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._checkpoint = checkpoint
+        self._manifest = manifest
+        self._paths = paths
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """Return the tensor of a key."""
+        path = self._paths.get(index.fqn)
+        if path is None:
+            return super().lookup_object(index)
+        tensor = torch.empty(self._manifest.tensors[path].shape, dtype=_dtype(self._manifest, path))
+        fill(self._checkpoint, self._manifest, [Piece.whole(path, tensor)])
+        return tensor
+
+
+@final
+class _Reader(FileSystemReader):
+    """Read a checkpoint of DCP, whose metadata holds nothing but what DCP writes, unless it is trusted."""
+
+    def __init__(self, folder: Path, trusted: bool) -> None:
+        super().__init__(folder)
+        self._folder = folder
+        self._trusted = trusted
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """Return the metadata."""
+        path = self._folder / ".metadata"
+        try:
+            with path.open("rb") as file:
+                metadata = (pickle.Unpickler if self._trusted else _Unpickler)(file).load()
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{self._folder} is not a checkpoint of torch.distributed.checkpoint: it has no .metadata"
+            ) from None
+        except CheckpointError:
+            raise
+        except Exception as error:  # a damaged pickle raises errors of any kind
+            raise CorruptCheckpointError(f"{path} cannot be read: {error!r}") from error
+        if not isinstance(metadata, Metadata):
+            raise CorruptCheckpointError(f"{path} holds {type(metadata).__name__} in place of Metadata")
+        return metadata
+
+
+@final
+class _Unpickler(pickle.Unpickler):
+    """Refuse all classes and functions but those of which DCP makes its metadata."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class by name."""
+        found = super().find_class(module, name) if "." not in name and _is_known(module, name) else None
+        is_own = isinstance(found, type) and (is_dataclass(found) or issubclass(found, Enum))
+        if (module, name) in _HARMLESS or is_own or isinstance(found, torch.dtype):
+            return found
+        raise CheckpointError(
+            f"the metadata of this checkpoint asks for {module}.{name}, which is not DCP's own: to read it "
+            "may run any code. Give --trust if you trust whoever wrote it"
+        )
+
+
+def _is_known(module: str, name: str) -> bool:
+    if module == "torch":
+        return name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)
+    return module.startswith("torch.distributed.checkpoint.") or (module, name) in _HARMLESS

@@ -1,0 +1,128 @@
+"""Checkpoints as those of torch.distributed.checkpoint, and back."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from checkpoint_stand_ins import names, on_ranks, same_bits, share, wholes
+from torch import nn
+
+from shoal.checkpoint import SingleProcess, load, read_manifest, save, verify
+from shoal.checkpoint.dcp import from_dcp, to_dcp
+from shoal.errors import CheckpointError, CorruptCheckpointError, RunError
+
+STATE = {
+    "model/a.weight": torch.arange(12.0).reshape(3, 4),
+    "model/b": torch.ones(5, dtype=torch.bfloat16),
+    "fixed/table": torch.arange(7),
+    "optimizer/exp_avg/a.weight": torch.full((3, 4), 0.5),
+    "optimizer-tensor/step/a.weight": torch.tensor(3.0),
+    "optimizer-number/count/b": torch.tensor(4),
+    "rank/1/random.torch": torch.arange(9, dtype=torch.uint8),
+}
+
+
+def saved(folder: Path) -> Path:
+    facts = {"position": 7, "plan": "dp=2"}
+    return on_ranks(2, lambda ranks: save(folder, 30, share(STATE, ranks.rank, 2), facts, ranks))[0]
+
+
+def read(path: Path, like: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found = {name: torch.zeros_like(tensor) for name, tensor in like.items()}
+    load(path, wholes(found), SingleProcess())
+    return found
+
+
+def test_there_and_back_a_checkpoint_is_equal(tmp_path: Path) -> None:
+    first = saved(tmp_path / "first")
+    assert to_dcp(first, tmp_path / "dcp") == len(STATE)
+    second, left_out = from_dcp(tmp_path / "dcp", tmp_path / "second")
+    verify(second)
+    assert left_out == []
+    assert second.name == "step-00000030"
+    assert read_manifest(second).state == read_manifest(first).state
+    assert read_manifest(second).tensors.keys() == STATE.keys()
+    assert same_bits(read(second, STATE), STATE)
+    assert names(tmp_path) == ["dcp", "first", "second"]
+
+
+def test_dcp_loads_weights_and_moments_from_it(tmp_path: Path) -> None:
+    to_dcp(saved(tmp_path / "first"), tmp_path / "dcp")
+    state = {
+        "model": {"a.weight": torch.zeros(3, 4), "table": torch.zeros(7, dtype=torch.int64)},
+        "optimizer": {"state": {"a.weight": {"exp_avg": torch.zeros(3, 4), "step": torch.tensor(0.0)}}},
+    }
+    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert torch.equal(state["model"]["a.weight"], STATE["model/a.weight"])
+    assert torch.equal(state["model"]["table"], STATE["fixed/table"])
+    assert state["optimizer"]["state"]["a.weight"]["step"] == 3
+    assert (state["optimizer"]["state"]["a.weight"]["exp_avg"] == 0.5).all()
+
+
+def test_what_another_program_saved_by_dcp_gives_weights_and_their_moments(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    moments = {name: optimizer.state[each] for name, each in model.named_parameters()}
+    groups = [{"lr": torch.tensor(0.1), "params": list(moments)}]
+    program = {
+        "model": model.state_dict(),
+        "optim": {"state": moments, "param_groups": groups},
+        "train_state": {"step": 4},
+    }
+    dcp.save(program, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    path, left_out = from_dcp(tmp_path / "dcp", tmp_path / "saved")
+    expected = {f"model/{name}": each for name, each in model.state_dict().items()}
+    for name, state in moments.items():
+        expected |= {f"optimizer/{key}/{name}": state[key] for key in ("exp_avg", "exp_avg_sq")}
+        expected[f"optimizer-tensor/step/{name}"] = state["step"]
+    assert read_manifest(path).tensors.keys() == expected.keys()
+    assert same_bits(read(path, expected), expected)
+    assert "train_state.step" in left_out
+    assert all(key.startswith(("train_state", "optim.param_groups")) for key in left_out)
+
+
+class Attack:
+    def __reduce__(self) -> tuple:
+        return os.mkdir, ("attacked",)
+
+
+def test_metadata_that_would_run_code_is_refused_and_does_not_run_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("dcp").mkdir()
+    Path("dcp/.metadata").write_bytes(pickle.dumps(Attack()))
+    with pytest.raises(CheckpointError, match=r"asks for \w+\.mkdir, .* --trust"):
+        from_dcp(Path("dcp"), Path("saved"))
+    assert names(tmp_path) == ["dcp"]
+
+
+@pytest.mark.parametrize("damage", ["metadata", "tensors", "missing"])
+def test_what_cannot_be_read_is_named(damage: str, tmp_path: Path) -> None:
+    to_dcp(saved(tmp_path / "first"), tmp_path / "dcp")
+    (data,) = (tmp_path / "dcp").glob("*.distcp")
+    match damage:
+        case "metadata":
+            (tmp_path / "dcp" / ".metadata").write_bytes(b"\x80\x04nonsense")
+        case "tensors":
+            data.write_bytes(data.read_bytes()[:50])
+        case _:
+            data.unlink()
+    with pytest.raises(CorruptCheckpointError, match="cannot be read"):
+        from_dcp(tmp_path / "dcp", tmp_path / "saved")
+    assert names(tmp_path) == ["dcp", "first"]
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"it has no \.metadata"):
+        from_dcp(tmp_path, tmp_path / "saved")
+    path = saved(tmp_path / "first")
+    with pytest.raises(RunError, match="holds something already"):
+        to_dcp(path, tmp_path)
