@@ -12,6 +12,7 @@ from shoal.data.corpus import Corpus, Split, prepare
 from shoal.data.feed import Feed, open_feed
 from shoal.data.generators import key_of, seed_generators
 from shoal.data.loader import Loader
+from shoal.data.packed import Packed, PackedSamples
 from shoal.data.permutation import order
 from shoal.data.prefetch import Prefetcher
 from shoal.data.samples import MapSamples, Samples, TokenSamples, all_targets_count, as_samples, fetch
@@ -23,6 +24,8 @@ __all__ = [
     "Feed",
     "Loader",
     "MapSamples",
+    "Packed",
+    "PackedSamples",
     "Prefetcher",
     "Samples",
     "Split",

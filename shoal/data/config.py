@@ -30,6 +30,11 @@ class DataConfig(BaseModel):
     suffixes: tuple[str, ...] = (".txt", ".md", ".py", ".jsonl", ".parquet")
     """Which files of a folder are read; a file that is named itself is read whatever its suffix."""
 
+    boundaries: bool = False
+    """Whether documents in a sample are kept apart: attention does not cross their boundaries, positions
+    begin anew in each, and the token that ends a document has no target.
+    """
+
     validation_fraction: float = Field(default=0.05, gt=0, lt=1)
     """The share of the documents (of the ids, in .npy and .bin files) that is kept for validation."""
 

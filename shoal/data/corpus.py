@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from shoal.data.cache import default_directory, read_or_write_entry
 from shoal.data.config import DataConfig
+from shoal.data.packed import PackedSamples
 from shoal.data.samples import TokenSamples
 from shoal.data.sources import SourceFile, find_files
 from shoal.data.stream import StreamInfo, write_stream
@@ -42,8 +43,10 @@ class Corpus:
     """Equal for equal tokens and documents: tells whether a run resumes on the data it began with."""
     tokenizer: Tokenizer
     """The tokenizer that made the tokens."""
+    end: int | None = None
+    """The id that ends each document, if samples keep documents apart."""
 
-    def samples(self, split: Split, sequence: int) -> TokenSamples:
+    def samples(self, split: Split, sequence: int) -> TokenSamples | PackedSamples:
         """Return the samples of a split.
 
         Args:
@@ -69,7 +72,8 @@ class Corpus:
             )
         boundary = self.boundary(sequence)
         part = self.tokens[:boundary] if split == "train" else self.tokens[boundary:]
-        return TokenSamples(part, sequence)
+        samples = TokenSamples(part, sequence)
+        return samples if self.end is None else PackedSamples(samples, self.end)
 
     def boundary(self, sequence: int) -> int:
         """Return the position in the stream where train ends and validation begins.
@@ -96,6 +100,13 @@ def prepare(config: DataConfig) -> Corpus:
         MissingExtraError: A format or the tokenizer needs an optional package.
     """
     tokenizer = open_tokenizer(config.tokenizer)
+    if config.boundaries and tokenizer.end_of_text is None:
+        raise DataError(
+            f"data.boundaries=true was given, and the tokenizer {tokenizer.name!r} has no token that ends a "
+            "document",
+            possible="'bytes', or a tokenizer file that names such a token",
+            change="set data.tokenizer to the tokenizer that made the ids, or leave out data.boundaries",
+        )
     files = find_files(config.sources, config.suffixes)
 
     def write(output: BinaryIO, validation_output: BinaryIO) -> StreamInfo:
@@ -109,7 +120,8 @@ def prepare(config: DataConfig) -> Corpus:
         memory = io.BytesIO()
         info = write(memory, io.BytesIO())
         tokens = np.frombuffer(memory.getbuffer(), dtype=info.dtype)
-    return Corpus(tokens, info.boundary, config.validation_fraction, info.fingerprint, tokenizer)
+    end = tokenizer.end_of_text if config.boundaries else None
+    return Corpus(tokens, info.boundary, config.validation_fraction, info.fingerprint, tokenizer, end)
 
 
 def _cache_key(files: Sequence[SourceFile], config: DataConfig, tokenizer: Tokenizer) -> str:

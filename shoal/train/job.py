@@ -15,7 +15,7 @@ from shoal.cluster import Cluster
 from shoal.data import Corpus, prepare
 from shoal.errors import ConfigError, ModelError, RunError
 from shoal.models import Transformer
-from shoal.parallel import require_layout, require_trainable
+from shoal.parallel import require_documents, require_layout, require_trainable
 from shoal.plan import Plan, SettledPlan, parse_settings
 from shoal.record import TensorBoardLogger
 from shoal.run import Run, default_path
@@ -289,6 +289,8 @@ def check(job: Job) -> Corpus:
         require_weights(config.init, model)
     require_factories(config.optimizer)
     require_layout(model, job.plan, config.sequence)
+    if config.data.boundaries:
+        require_documents(model)
     if isinstance(model, Transformer):
         _require_fit(config, corpus, model.config.vocab_size, model.config.seq, "seq")
     elif config.model.startswith("hf:"):
