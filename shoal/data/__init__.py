@@ -8,10 +8,11 @@ A Feed makes the next micro-batches ahead where that changes nothing. `train/` a
 """
 
 from shoal.data.config import DataConfig
-from shoal.data.corpus import Corpus, Split, prepare
+from shoal.data.corpus import Corpus, Split
 from shoal.data.feed import Feed, open_feed
 from shoal.data.generators import key_of, seed_generators
 from shoal.data.loader import Loader
+from shoal.data.mixture import MixedCorpus, MixedSamples, prepare
 from shoal.data.packed import Packed, PackedSamples
 from shoal.data.permutation import order
 from shoal.data.prefetch import Prefetcher
@@ -24,6 +25,8 @@ __all__ = [
     "Feed",
     "Loader",
     "MapSamples",
+    "MixedCorpus",
+    "MixedSamples",
     "Packed",
     "PackedSamples",
     "Prefetcher",

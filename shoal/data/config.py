@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 __all__ = ["DataConfig"]
+
+_Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class DataConfig(BaseModel):
@@ -15,8 +17,10 @@ class DataConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    source: str | tuple[str, ...] = "stdlib"
-    """A file, a folder, or several; "stdlib" is the source of Python's own standard library."""
+    source: str | tuple[str, ...] | dict[str, _Weight] = "stdlib"
+    """A file, a folder, or several; "stdlib" is the source of Python's own standard library. A table from
+    sources to weights mixes them: each gives its share of the samples.
+    """
 
     tokenizer: str = "bytes"
     """"bytes", the path of a Hugging Face tokenizer.json, or "ids:N" for ids below N made elsewhere."""
@@ -43,7 +47,9 @@ class DataConfig(BaseModel):
 
     @field_validator("source", "suffixes")
     @classmethod
-    def _is_not_empty(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    def _is_not_empty(
+        cls, value: str | tuple[str, ...] | dict[str, float]
+    ) -> str | tuple[str, ...] | dict[str, float]:
         if not value or "" in tuple(value):
             raise ValueError("must not be empty")
         return value
@@ -58,5 +64,5 @@ class DataConfig(BaseModel):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """`source` as a tuple, even if it is one."""
-        return (self.source,) if isinstance(self.source, str) else self.source
+        """The sources as a tuple, even if there is one."""
+        return (self.source,) if isinstance(self.source, str) else tuple(self.source)

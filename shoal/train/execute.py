@@ -19,7 +19,7 @@ from shoal.checkpoint import (
     SingleProcess,
     retain,
 )
-from shoal.data import Corpus, prepare
+from shoal.data import Corpus, MixedCorpus, prepare
 from shoal.errors import (
     CheckpointError,
     ConfigError,
@@ -318,7 +318,7 @@ class _Execution:
         """The Plan, with the stages that the model was cut into if all ranks share a process group."""
         return self._trainer.parallel.plan if self._role is None else self._job.plan
 
-    def _prepare_data(self) -> Corpus:
+    def _prepare_data(self) -> Corpus | MixedCorpus:
         """Tokenize once per host: the first rank there does it, the others find it done."""
         if self._world.local_rank == 0:
             prepare(self._config.data)

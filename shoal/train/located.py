@@ -42,13 +42,22 @@ def located(config: TrainConfig, before: Mapping[str, Any] | None = None) -> Tra
             "cluster": _absolute_cluster(config.cluster),
             "data": data.model_copy(
                 update={
-                    "source": sources[0] if isinstance(data.source, str) else sources,
+                    "source": _with_paths(data.source, sources),
                     "tokenizer": _absolute(data.tokenizer),
                     "cache": None if data.cache is None else data.cache.absolute(),
                 }
             ),
         }
     )
+
+
+def _with_paths(
+    source: str | tuple[str, ...] | dict[str, float], paths: tuple[str, ...]
+) -> str | tuple[str, ...] | dict[str, float]:
+    """Return the sources with these paths in place of their own."""
+    if isinstance(source, dict):
+        return dict(zip(paths, source.values(), strict=True))
+    return paths[0] if isinstance(source, str) else paths
 
 
 def build_model(config: TrainConfig, device: torch.device | str) -> nn.Module:
