@@ -6,7 +6,7 @@ calls it, then trains on `next_token_loss`. A `Task` is a module with inputs and
 samples from what was trained. `trace` makes a Workload of any module, for the planner.
 """
 
-from shoal.models.as_llama import llama_config, llama_module, llama_name, stored_as_llama
+from shoal.models.as_llama import llama_config, llama_name, stored_as_llama
 from shoal.models.config import TransformerConfig
 from shoal.models.dropout import Dropout, token_keys
 from shoal.models.experts import Mixture, auxiliary_loss, set_auxiliary_scale
@@ -16,7 +16,6 @@ from shoal.models.lora import (
     ALL_LINEAR,
     add_adapters,
     base_layer,
-    find_targets,
     is_adapter,
     is_transposed,
     plain_name,
@@ -49,12 +48,10 @@ __all__ = [
     "can_read_in_parts",
     "cast_module",
     "find_factory",
-    "find_targets",
     "generate",
     "is_adapter",
     "is_transposed",
     "llama_config",
-    "llama_module",
     "llama_name",
     "logits_of",
     "map_tensors",

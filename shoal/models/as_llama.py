@@ -13,7 +13,7 @@ from shoal.errors import ModelError
 from shoal.models.config import TransformerConfig
 from shoal.models.stored_weights import StoredTensor
 
-__all__ = ["llama_config", "llama_module", "llama_name", "stored_as_llama"]
+__all__ = ["llama_config", "llama_name", "stored_as_llama"]
 
 _OF_BLOCK = {
     "attention_norm": "input_layernorm",
@@ -71,15 +71,12 @@ def llama_config(config: TransformerConfig) -> dict[str, Any]:
     }
 
 
-def llama_module(name: str) -> str:
-    """Return the name that LlamaForCausalLM has for a module of a Transformer without experts."""
-    block = _BLOCK.fullmatch(name)
-    return _OF_MODEL[name] if block is None else f"model.layers.{block[1]}.{_OF_BLOCK[block[2]]}"
-
-
 def llama_name(name: str) -> str:
     """Return the name that LlamaForCausalLM has for a parameter of a Transformer without experts."""
-    return f"{llama_module(name.removesuffix('.weight'))}.weight"
+    module = name.removesuffix(".weight")
+    block = _BLOCK.fullmatch(module)
+    called = _OF_MODEL[module] if block is None else f"model.layers.{block[1]}.{_OF_BLOCK[block[2]]}"
+    return f"{called}.weight"
 
 
 def stored_as_llama(name: str, shape: tuple[int, ...]) -> list[StoredTensor]:

@@ -24,7 +24,6 @@ __all__ = [
     "ALL_LINEAR",
     "add_adapters",
     "base_layer",
-    "find_targets",
     "is_adapter",
     "is_transposed",
     "plain_name",
@@ -60,7 +59,7 @@ def add_adapters(
         import peft
     except ImportError as error:
         raise MissingExtraError("LoRA", package=error.name or "peft", extra="lora") from error
-    found = find_targets(model, targets)
+    found = _find_targets(model, targets)
     modules = dict(model.named_modules())
     initialize = getattr(model, "initialize_parameter", None)
     is_empty = any(parameter.is_meta for parameter in model.parameters())
@@ -98,7 +97,7 @@ def base_layer(layer: nn.Module) -> nn.Module:
     return base if isinstance(base, nn.Module) and hasattr(layer, "lora_A") else layer
 
 
-def find_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
+def _find_targets(model: nn.Module, targets: Sequence[str]) -> list[str]:
     """Return the names of the layers that targets name; see `add_adapters`.
 
     Raises:

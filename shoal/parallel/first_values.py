@@ -87,8 +87,8 @@ def take_first_values(
             named[name].data = cut.of(named[name].data).clone(memory_format=torch.contiguous_format)
         return FirstValues(partial(_copy, named), {})
     initialize: Any = getattr(model, "initialize_parameter", None)
-    have_values = [*(each for each in named.values() if not each.is_meta)]
-    if initialize is None or have_values or any(buffer.is_meta for buffer in model.buffers()):
+    are_empty = all(parameter.is_meta for parameter in named.values())
+    if initialize is None or not are_empty or any(buffer.is_meta for buffer in model.buffers()):
         raise ModelError(
             f"{type(model).__name__} has tensors on the meta device that nothing can initialize",
             possible="on the meta device, all parameters and no buffers, and a model with a method "

@@ -14,6 +14,9 @@ anything else                it                              the output's, or `l
 If the first of a pair is a mapping, it is passed by keywords; if it is a tuple or a list, as several
 arguments. The `loss` of pairs is `next_token_loss` by default.
 
+Context parallelism cuts what is as long as a sample, except `position_ids`: a model gets those of the whole
+sample, and with them its documents.
+
 A causal model of Hugging Face computes its own loss of `labels` from whole sequences and whole logits. If a
 Plan cuts these, the labels are shifted here, and `next_token_loss` computes an equal loss from the parts.
 
