@@ -1,10 +1,12 @@
 """Memory of each rank while a model in Hugging Face's format is loaded, one by one and whole.
 
     python benchmarks/loading_memory.py [--preset 1b] [--plans dp=4,shard=zero3+tp=4] [--parts-only]
+    python benchmarks/loading_memory.py --options '{"layers": 4, "experts": 8, "renormalize": true}'
 
-A folder with random weights in bf16 is made first, in a temporary place. Each rank then builds the model and
-lays it out; a thread reads its own and its shared memory (RssAnon and RssShmem) every few milliseconds. Pages
-of the mapped files are not counted: they are the page cache's, and all ranks share them. Prints Markdown.
+A folder with random weights in bf16 is made first, in a temporary place: a Llama, or with experts a Mixtral.
+Each rank then builds the model and lays it out; a thread reads its own and its shared memory (RssAnon and
+RssShmem) every few milliseconds. Pages of the mapped files are not counted: they are the page cache's, and
+all ranks share them. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -25,8 +27,7 @@ from safetensors.torch import save_file
 
 import shoal
 from shoal.bench import describe
-from shoal.models import Transformer, build, llama_config, llama_name
-from shoal.models import preset as preset_of
+from shoal.models import Transformer, TransformerConfig, build, llama_config, preset, stored_as_llama
 from shoal.testing.ranks import RankPool
 from shoal.units import format_bytes
 
@@ -52,14 +53,16 @@ class Loaded(NamedTuple):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--preset", default="1b", help="a preset without experts; default 1b")
+    parser.add_argument("--preset", default="1b", help="default 1b")
+    parser.add_argument("--options", type=json.loads, default={}, help="changes to the preset, as JSON")
     parser.add_argument("--plans", default="dp=4,shard=zero3+tp=4", help="Plans, with + between them")
     parser.add_argument("--ranks", type=int, default=4, help="default 4")
     parser.add_argument("--parts-only", action="store_true", help="leave out loading it whole on each rank")
     options = parser.parse_args()
     print(describe(), end="\n\n")
     with tempfile.TemporaryDirectory() as folder:
-        whole = write_model(options.preset, Path(folder))
+        config = TransformerConfig(**(preset(options.preset).model_dump() | options.options))
+        whole = write_model(config, Path(folder))
         print(f"`{options.preset}`, {format_bytes(whole)} of parameters in fp32; {options.ranks} ranks.\n")
         print("| plan | read | peak of a rank | its part | part and one tensor | peak over whole | s |")
         print("| --- | --- | ---: | ---: | ---: | ---: | ---: |", flush=True)
@@ -77,12 +80,16 @@ def main() -> None:
                 )
 
 
-def write_model(name: str, folder: Path) -> int:
-    """Write a Llama with random weights in bf16; return the bytes of its parameters in fp32."""
+def write_model(config: TransformerConfig, folder: Path) -> int:
+    """Write a model with random weights in bf16; return the bytes of its parameters in fp32."""
     with torch.device("meta"):
-        model = Transformer(preset_of(name))
-    (folder / "config.json").write_text(json.dumps(llama_config(model.config)), encoding="utf-8")
-    shapes = {llama_name(each): tuple(parameter.shape) for each, parameter in model.named_parameters()}
+        model = Transformer(config)
+    (folder / "config.json").write_text(json.dumps(llama_config(config)), encoding="utf-8")
+    shapes = {
+        stored.name: stored.shape
+        for name, parameter in model.named_parameters()
+        for stored in stored_as_llama(name, tuple(parameter.shape))
+    }
     placed: dict[str, str] = {}
     held: dict[str, torch.Tensor] = {}
     number = 0

@@ -52,9 +52,9 @@ def ring_steps() -> list[list[Block]]:
         position = POSITIONS["ring"](CHUNKS, RANKS, axis.index).float().view(1, 1, -1, 1)
         query, key, value = (position.expand(-1, -1, -1, 8).contiguous() for _ in range(3))
 
-        def watched_kernel(operands: Operands, *, causal: bool) -> Kernel:
+        def watched_kernel(operands: Operands, *, causal: bool, seen: torch.Tensor | None) -> Kernel:
             axis.note("causal" if causal else "whole", *operands)
-            return kernel_for(operands, causal=causal)
+            return kernel_for(operands, causal=causal, seen=seen)
 
         with patch("shoal.parallel.context.ring_attention.kernel_for", watched_kernel):
             ring_attention(query, key, value, axis)

@@ -18,7 +18,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "export",
         help="write a trained model in Hugging Face's layout",
         description="Writes the weights of a run's newest sound checkpoint, its configuration and its "
-        "tokenizer into a new folder, which from_pretrained and inference engines read.",
+        "tokenizer into a new folder, which from_pretrained and inference engines read. A run with LoRA "
+        "gives its adapters alone, as peft reads them, or with --merge the whole model.",
     )
     parser.add_argument("path", metavar="RUN", type=Path, help="a run, or one of its checkpoints")
     parser.add_argument("directory", metavar="DIR", type=Path, help="the folder to make")
@@ -26,6 +27,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         help="dtype of the weights (default: that of the model's configuration, or float32)",
+    )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="add the adapters of a run with LoRA to the weights (default: write the adapters alone)",
     )
     parser.set_defaults(run=run)
 
@@ -40,7 +46,13 @@ def run(args: argparse.Namespace) -> int:
     sys.path.insert(0, os.getcwd())  # for a model of the user's own, which is then refused by name
     from shoal.train.export import export
 
-    made = export(args.path, args.directory, args.dtype, say=lambda text: print(text, file=sys.stderr))
+    made = export(
+        args.path,
+        args.directory,
+        args.dtype,
+        merge=args.merge,
+        say=lambda text: print(text, file=sys.stderr),
+    )
     files = f"{made.files} file{'s' if made.files > 1 else ''}"
     print(
         f"wrote {args.directory}: {made.tensors} tensors in {made.dtype}, {format_bytes(made.nbytes)} in "

@@ -10,12 +10,14 @@ users' own loops call this.
 
 from shoal.data.chat import ChatSamples
 from shoal.data.config import DataConfig
-from shoal.data.corpus import Corpus, Split, prepare
+from shoal.data.corpus import Corpus, Split
 from shoal.data.feed import Feed, open_feed
 from shoal.data.generators import key_of, seed_generators
 from shoal.data.labelled import LabelledSamples, require_padding
 from shoal.data.labels import are_numbers, numbers_of
 from shoal.data.loader import Loader
+from shoal.data.mixture import MixedCorpus, MixedSamples, prepare
+from shoal.data.packed import Packed, PackedSamples
 from shoal.data.permutation import order
 from shoal.data.prefetch import Prefetcher
 from shoal.data.samples import MapSamples, Samples, TokenSamples, all_targets_count, as_samples, fetch
@@ -29,6 +31,10 @@ __all__ = [
     "LabelledSamples",
     "Loader",
     "MapSamples",
+    "MixedCorpus",
+    "MixedSamples",
+    "Packed",
+    "PackedSamples",
     "Prefetcher",
     "Samples",
     "Split",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 __all__ = ["DataConfig"]
+
+_Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
 class DataConfig(BaseModel):
@@ -15,8 +17,10 @@ class DataConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    source: str | tuple[str, ...] = "stdlib"
-    """A file, a folder, or several; "stdlib" is the source of Python's own standard library."""
+    source: str | tuple[str, ...] | dict[str, _Weight] = "stdlib"
+    """A file, a folder, or several; "stdlib" is the source of Python's own standard library. A table from
+    sources to weights mixes them: each gives its share of the samples.
+    """
 
     tokenizer: str = "bytes"
     """"bytes", the path of a Hugging Face tokenizer.json, or "ids:N" for ids below N made elsewhere."""
@@ -41,6 +45,11 @@ class DataConfig(BaseModel):
     suffixes: tuple[str, ...] = (".txt", ".md", ".py", ".jsonl", ".csv", ".tsv", ".parquet")
     """Which files of a folder are read; a file that is named itself is read whatever its suffix."""
 
+    boundaries: bool = False
+    """Whether documents in a sample are kept apart: attention does not cross their boundaries, positions
+    begin anew in each, and the token that ends a document has no target.
+    """
+
     validation_fraction: float = Field(default=0.05, gt=0, lt=1)
     """The share of the documents (of the ids, in .npy and .bin files) that is kept for validation."""
 
@@ -52,7 +61,9 @@ class DataConfig(BaseModel):
 
     @field_validator("source", "suffixes")
     @classmethod
-    def _is_not_empty(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+    def _is_not_empty(
+        cls, value: str | tuple[str, ...] | dict[str, float]
+    ) -> str | tuple[str, ...] | dict[str, float]:
         if not value or "" in tuple(value):
             raise ValueError("must not be empty")
         return value
@@ -73,5 +84,5 @@ class DataConfig(BaseModel):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """`source` as a tuple, even if it is one."""
-        return (self.source,) if isinstance(self.source, str) else self.source
+        """The sources as a tuple, even if there is one."""
+        return (self.source,) if isinstance(self.source, str) else tuple(self.source)

@@ -18,6 +18,7 @@ from shoal.data.chat import ChatSamples, template_identity
 from shoal.data.config import DataConfig
 from shoal.data.labelled import LabelledSamples, require_padding
 from shoal.data.labels import class_names, numbers_of
+from shoal.data.packed import PackedSamples
 from shoal.data.samples import TokenSamples
 from shoal.data.sources import SourceFile, find_files
 from shoal.data.stream import StreamInfo, write_stream
@@ -51,8 +52,12 @@ class Corpus:
     """The classes that labels name, in the order of their numbers."""
     has_conversations: bool = False
     """Whether documents are conversations."""
+    end: int | None = None
+    """The id that ends each document, if samples keep documents apart."""
 
-    def samples(self, split: Split, sequence: int) -> TokenSamples | LabelledSamples | ChatSamples:
+    def samples(
+        self, split: Split, sequence: int
+    ) -> TokenSamples | PackedSamples | LabelledSamples | ChatSamples:
         """Return the samples of a split.
 
         Args:
@@ -80,7 +85,8 @@ class Corpus:
             )
         boundary = self.boundary(sequence)
         part = self.tokens[:boundary] if split == "train" else self.tokens[boundary:]
-        return TokenSamples(part, sequence)
+        samples = TokenSamples(part, sequence)
+        return samples if self.end is None else PackedSamples(samples, self.end)
 
     def boundary(self, sequence: int) -> int:
         """Return the position in the stream where train ends and validation begins.
@@ -120,6 +126,13 @@ def prepare(config: DataConfig) -> Corpus:
     tokenizer = open_tokenizer(config.tokenizer)
     if config.label:
         require_padding(tokenizer)
+    if config.boundaries and tokenizer.end_of_text is None:
+        raise DataError(
+            f"data.boundaries=true was given, and the tokenizer {tokenizer.name!r} has no token that ends a "
+            "document",
+            possible="'bytes', or a tokenizer file that names such a token",
+            change="set data.tokenizer to the tokenizer that made the ids, or leave out data.boundaries",
+        )
     files = find_files(config.sources, config.suffixes)
     held_out = find_files([config.validation], config.suffixes) if config.validation else []
 
@@ -144,6 +157,7 @@ def prepare(config: DataConfig) -> Corpus:
         labels,
         class_names(labels) if labels else (),
         bool(config.messages),
+        tokenizer.end_of_text if config.boundaries else None,
     )
 
 

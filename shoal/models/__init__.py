@@ -7,31 +7,44 @@ is a module with inputs and a loss of its own. `generate` samples from what was 
 Workload of any module, for the planner.
 """
 
-from shoal.models.as_llama import llama_config, llama_name
+from shoal.models.as_llama import llama_config, llama_name, stored_as_llama
 from shoal.models.classifier import Classifier, is_classifier, new_parameters
 from shoal.models.config import TransformerConfig
 from shoal.models.dropout import Dropout, token_keys
 from shoal.models.experts import Mixture, auxiliary_loss, set_auxiliary_scale
 from shoal.models.hugging_face import can_read_in_parts, classifier_of
 from shoal.models.loading import build, build_or_task, find_factory
+from shoal.models.lora import (
+    ALL_LINEAR,
+    add_adapters,
+    base_layer,
+    is_adapter,
+    is_transposed,
+    plain_name,
+)
 from shoal.models.loss import logits_of, next_token_loss
 from shoal.models.nested import map_tensors, tensors_in
 from shoal.models.precision import SingleDevice, cast_module
 from shoal.models.presets import preset, preset_names
 from shoal.models.sampling import generate
+from shoal.models.stored_weights import StoredTensor, stored_for
 from shoal.models.task import Task, batch_normalizations, rows, sample_count
 from shoal.models.transformer import Block, Transformer
 
 __all__ = [
+    "ALL_LINEAR",
     "Block",
     "Classifier",
     "Dropout",
     "Mixture",
     "SingleDevice",
+    "StoredTensor",
     "Task",
     "Transformer",
     "TransformerConfig",
+    "add_adapters",
     "auxiliary_loss",
+    "base_layer",
     "batch_normalizations",
     "build",
     "build_or_task",
@@ -40,18 +53,23 @@ __all__ = [
     "classifier_of",
     "find_factory",
     "generate",
+    "is_adapter",
     "is_classifier",
+    "is_transposed",
     "llama_config",
     "llama_name",
     "logits_of",
     "map_tensors",
     "new_parameters",
     "next_token_loss",
+    "plain_name",
     "preset",
     "preset_names",
     "rows",
     "sample_count",
     "set_auxiliary_scale",
+    "stored_as_llama",
+    "stored_for",
     "tensors_in",
     "token_keys",
 ]

@@ -1,4 +1,8 @@
-"""A Shoal transformer as Hugging Face's LlamaForCausalLM, which computes the same."""
+"""A Shoal transformer as Hugging Face's LlamaForCausalLM, or with experts as MixtralForCausalLM.
+
+Both compute the same as the Transformer. Mixtral's shares of a token's experts always add up to 1, and its
+experts take all tokens.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,9 @@ from typing import Any
 
 from shoal.errors import ModelError
 from shoal.models.config import TransformerConfig
+from shoal.models.stored_weights import StoredTensor
 
-__all__ = ["llama_config", "llama_name"]
+__all__ = ["llama_config", "llama_name", "stored_as_llama"]
 
 _OF_BLOCK = {
     "attention_norm": "input_layernorm",
@@ -20,7 +25,9 @@ _OF_BLOCK = {
     "feed_forward.gate": "mlp.gate_proj",
     "feed_forward.up": "mlp.up_proj",
     "feed_forward.down": "mlp.down_proj",
+    "feed_forward.router": "block_sparse_moe.gate",
 }
+_OF_EXPERT = {"feed_forward.gate": "w1", "feed_forward.up": "w3", "feed_forward.down": "w2"}
 _OF_MODEL = {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 
@@ -29,15 +36,9 @@ def llama_config(config: TransformerConfig) -> dict[str, Any]:
     """Return the entries of a `config.json`.
 
     Raises:
-        ModelError: The model has experts, which Llama has not.
+        ModelError: The model has experts that Mixtral has not.
     """
-    if config.experts:
-        raise ModelError(
-            f"a model with {config.experts} experts has no form in Hugging Face's layout yet",
-            possible="presets without experts, and models that began as hf:PATH",
-            change="export a model without experts",
-        )
-    return {
+    shape = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": config.vocab_size,
@@ -52,10 +53,21 @@ def llama_config(config: TransformerConfig) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
         "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
         "bos_token_id": None,
         "eos_token_id": None,
+    }
+    if not config.experts:
+        return {**shape, "attention_bias": False, "mlp_bias": False}
+    _require_mixtral(config)
+    return {
+        **shape,
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "intermediate_size": config.expert_ffn or config.ffn,
+        "num_local_experts": config.experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "router_aux_loss_coef": config.balance_weight,
+        "sliding_window": None,
     }
 
 
@@ -65,3 +77,32 @@ def llama_name(name: str) -> str:
     block = _BLOCK.fullmatch(module)
     called = _OF_MODEL[module] if block is None else f"model.layers.{block[1]}.{_OF_BLOCK[block[2]]}"
     return f"{called}.weight"
+
+
+def stored_as_llama(name: str, shape: tuple[int, ...]) -> list[StoredTensor]:
+    """Return the tensors as which files have a parameter of a Transformer: one for each expert in a stack."""
+    block = _BLOCK.fullmatch(name)
+    if block is None or len(shape) < 3:
+        return [StoredTensor(llama_name(name), shape)]
+    experts = f"model.layers.{block[1]}.block_sparse_moe.experts"
+    return [
+        StoredTensor(f"{experts}.{expert}.{_OF_EXPERT[block[2]]}.weight", shape[1:], expert)
+        for expert in range(shape[0])
+    ]
+
+
+def _require_mixtral(config: TransformerConfig) -> None:
+    """Refuse experts that Mixtral would compute otherwise."""
+    if config.renormalize and config.capacity is None:
+        return
+    given = "renormalize=false" if not config.renormalize else f"capacity={config.capacity}"
+    reason = (
+        "Mixtral divides the shares of a token's experts by their sum"
+        if not config.renormalize
+        else "Mixtral's experts take all tokens"
+    )
+    raise ModelError(
+        f"a model with experts and {given} has no form in Hugging Face's layout: {reason}",
+        possible="models without experts, and those with renormalize=true and without a capacity",
+        change="export such a model, or load this one with shoal.train.load_model",
+    )

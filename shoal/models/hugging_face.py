@@ -14,6 +14,7 @@ from torch import nn
 
 from shoal.errors import MissingExtraError, ModelError, UserError, nearest
 from shoal.models.classifier import Classifier, fill_head, is_classifier, is_head, read_classifier
+from shoal.models.stored_weights import StoredTensor, find_stored
 
 __all__ = ["can_read_in_parts", "classifier_of", "from_hugging_face"]
 
@@ -149,30 +150,32 @@ def _in_parts(path: Path, model: nn.Module) -> nn.Module:
     """
     files = _files_of(path) if can_read_in_parts(path) else {}
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    places: dict[str, tuple[Path, str]] = {}
+    places: dict[str, list[StoredTensor]] = {}
     new: list[str] = []
     for name, parameter in model.named_parameters():
-        stored = next((each for each in (name, name.removeprefix(prefix)) if each in files), None)
-        if stored is None and files and is_head(model, name):
+        shape = tuple(parameter.shape)
+        names = (name, name.removeprefix(prefix))
+        stored = next((found for each in names if (found := find_stored(each, shape, files))), [])
+        if not stored and files and is_head(model, name):
             new.append(name)
             continue
-        if stored is None or _shape_of(files[stored], stored) != tuple(parameter.shape):
+        if not stored or any(_shape_of(files[each.name], each.name) != each.shape for each in stored):
             raise ModelError(
                 f"the weights in {str(path)!r} cannot be read one by one: {name} is not among them in the "
                 f"shape {list(parameter.shape)}",
                 possible="safetensors with the names and shapes of the model's parameters",
                 change=f"build the model on a real device, or name the file: hf:{path / 'config.json'}",
             )
-        places[name] = files[stored], stored
+        places[name] = stored
 
     def initialize_parameter(name: str, tensor: torch.Tensor, seed: int) -> None:
-        with torch.no_grad():
-            if name in new:
+        if name in new:
+            with torch.no_grad():
                 fill_head(model, name, tensor, seed)
-                return
-            file, stored = places[name]
-            with safe_open(file, framework="pt") as opened:
-                tensor.copy_(opened.get_tensor(stored))
+            return
+        for stored in places[name]:
+            with torch.no_grad(), safe_open(files[stored.name], framework="pt") as opened:
+                stored.of(tensor).copy_(opened.get_tensor(stored.name))
 
     model.initialize_parameter = initialize_parameter  # type: ignore[assignment]
     model.new_parameters = new  # type: ignore[assignment]

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from shoal.errors import ModelError, nearest
 from shoal.models.config import TransformerConfig
+from shoal.models.documents import Documents
 from shoal.models.dropout import Dropout, name_dropouts
 from shoal.models.experts import Mixture
 from shoal.models.loss import LaterLogits
@@ -44,8 +45,9 @@ class Angles:
     Neither a tuple nor a dataclass, so that what casts the inputs of blocks leaves the angles in fp32.
 
     Args:
-        cosine: Cosine of every angle, `[seq, head_dim]`, fp32; both dims of a pair have the same.
-        sine: Sine of every angle, negative for the first dim of a pair, `[seq, head_dim]`, fp32.
+        cosine: Cosine of every angle, `[seq, head_dim]`, or `[batch, 1, seq, head_dim]` if samples differ,
+            fp32; both dims of a pair have the same.
+        sine: Sine of every angle, negative for the first dim of a pair, fp32, in the same shape.
     """
 
     __slots__ = ("cosine", "sine")
@@ -78,11 +80,21 @@ class Rotary(nn.Module):
         self.base = base
         self.positions: Callable[[int, torch.device], Tensor] = positions_from_zero
 
-    def forward(self, seq: int, device: torch.device) -> Angles:
-        """Return the angles of an input of `seq` tokens."""
+    def forward(self, seq: int, device: torch.device, position_ids: Tensor | None = None) -> Angles:
+        """Return the angles of an input of `seq` tokens.
+
+        Args:
+            seq: Tokens in the input.
+            device: Its device.
+            position_ids: Positions to turn by, `[batch, whole seq]`, of the whole samples; None for those in
+                the sample.
+        """
         pair = torch.arange(0, self.head_dim, 2, device=device, dtype=torch.float32)
         frequency = self.base ** (-pair / self.head_dim)
-        angle = torch.outer(self.positions(seq, device).float(), frequency)
+        positions = self.positions(seq, device)
+        if position_ids is not None:
+            positions = position_ids[:, None, positions]
+        angle = positions[..., None].float() * frequency
         cosine, sine = angle.cos(), angle.sin()
         return Angles(torch.cat((cosine, cosine), -1), torch.cat((-sine, sine), -1))
 
@@ -91,9 +103,9 @@ class Attention(nn.Module):
     """Causal self-attention in which `heads / kv_heads` queries share one key and value.
 
     Attributes:
-        attend: Function that mixes the values, given query `[batch, heads, seq, head_dim]` and key and value
-            `[batch, kv_heads, seq, head_dim]`; the result has the shape of the query. By default
-            `causal_attention`; it is replaced if the input is a part of the sequence.
+        attend: Function that mixes the values, given query `[batch, heads, seq, head_dim]`, key and value
+            `[batch, kv_heads, seq, head_dim]`, and `documents`; the result has the shape of the query. By
+            default `causal_attention`; it is replaced if the input is a part of the sequence.
     """
 
     def __init__(self, config: TransformerConfig) -> None:
@@ -104,14 +116,17 @@ class Attention(nn.Module):
         self.key = nn.Linear(config.hidden, kv_width, bias=False)
         self.value = nn.Linear(config.hidden, kv_width, bias=False)
         self.output = nn.Linear(config.hidden, config.hidden, bias=False)
-        self.attend: Callable[[Tensor, Tensor, Tensor], Tensor] = causal_attention
+        self.attend: Callable[..., Tensor] = causal_attention
 
-    def forward(self, hidden: Tensor, angles: Angles) -> Tensor:
-        """Mixes `[batch, seq, hidden]` along `seq`; each position sees itself and those before it."""
+    def forward(self, hidden: Tensor, angles: Angles, documents: Documents | None = None) -> Tensor:
+        """Mixes `[batch, seq, hidden]` along `seq`; each position sees itself and those before it.
+
+        With documents it sees those of its own document only.
+        """
         query = angles.turn(self._split(self.query(hidden)))
         key = angles.turn(self._split(self.key(hidden)))
         value = self._split(self.value(hidden))
-        mixed = self.attend(query, key, value)
+        mixed = self.attend(query, key, value, documents=documents)
         output: Tensor = self.output(mixed.transpose(1, 2).flatten(-2))
         return output
 
@@ -121,17 +136,21 @@ class Attention(nn.Module):
         return projected.view(batch, seq, -1, self.head_dim).transpose(1, 2)
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, documents: Documents | None = None) -> Tensor:
     """Compute attention in which each position sees itself and earlier ones, by torch's fastest kernel.
 
     Args:
         query: `[batch, heads, seq, head_dim]`.
         key: `[batch, kv_heads, seq, head_dim]`, where `kv_heads` divides `heads`.
         value: `[batch, kv_heads, seq, head_dim]`.
+        documents: Documents that attention does not leave; None if a sample is one.
 
     Returns:
         `[batch, heads, seq, head_dim]`.
     """
+    if documents is not None:
+        mask = documents.mask()
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
 
 
@@ -168,9 +187,15 @@ class Block(nn.Module):
         self.attention_dropout = Dropout(config.dropout, "attention_dropout")
         self.feed_forward_dropout = Dropout(config.dropout, "feed_forward_dropout")
 
-    def forward(self, hidden: Tensor, angles: Angles, keys: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        angles: Angles,
+        keys: Tensor | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
         """Maps `[batch, seq, hidden]` to the same shape; `keys` `[batch, seq]` are dropout's."""
-        attended: Tensor = self.attention(self.attention_norm(hidden), angles)
+        attended: Tensor = self.attention(self.attention_norm(hidden), angles, documents)
         mixed: Tensor = hidden + self.attention_dropout(attended, keys)
         fed: Tensor = self.feed_forward(self.feed_forward_norm(mixed))
         output: Tensor = mixed + self.feed_forward_dropout(fed, keys)
@@ -202,11 +227,13 @@ class Transformer(nn.Module):
         self.most_logits: int | None = None
         name_dropouts(self)
 
-    def forward(self, tokens: Tensor) -> Tensor | LaterLogits:
+    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor | LaterLogits:
         """Predict, at every position, the token that follows.
 
         Args:
             tokens: `[batch, seq]`, int64, each below `vocab_size`.
+            position_ids: Position of each token in its document, `[batch, seq]`, int64, if samples are packed
+                from documents that do not see each other; of the whole sample even if the tokens are a part.
 
         Returns:
             Logits, `[batch, seq, vocab_size]`, or what makes them.
@@ -221,9 +248,10 @@ class Transformer(nn.Module):
                 change="shorten the samples, or give the model a larger `seq`",
             )
         hidden = self.embed(tokens)
-        angles = self.rotary(tokens.shape[-1], tokens.device)
+        angles = self.rotary(tokens.shape[-1], tokens.device, position_ids)
+        documents = None if position_ids is None else Documents(position_ids)
         for block in self.blocks:
-            hidden = block(hidden, angles, self.dropout_keys)
+            hidden = block(hidden, angles, self.dropout_keys, documents)
         hidden = self.norm(hidden)
         made = tokens.numel() * self.config.vocab_size
         if self.most_logits is not None and made > self.most_logits and torch.is_grad_enabled():

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +18,6 @@ from shoal.parallel.compiled import compile_blocks
 from shoal.parallel.context.context import context_parallel, require_context
 from shoal.parallel.context.positions import require_sequence, residual_positions
 from shoal.parallel.data.blocks import find_blocks
-from shoal.parallel.data.bucket import Fill
 from shoal.parallel.data.naive import naive
 from shoal.parallel.data.resident import resident
 from shoal.parallel.data.strategy import Setup, Strategy
@@ -25,10 +25,10 @@ from shoal.parallel.data.zero3 import zero3
 from shoal.parallel.device_memory import memory_of_a_rank
 from shoal.parallel.exchange.compressing import Compressing
 from shoal.parallel.expert.expert import cut_experts, expert_parallel, require_experts
+from shoal.parallel.first_values import take_first_values
 from shoal.parallel.float8 import use_float8
 from shoal.parallel.hugging_face.layout import has_tensor_plan
 from shoal.parallel.hugging_face.sequence import refuse_labels, split_stream, use_no_cache
-from shoal.parallel.layout import Cut
 from shoal.parallel.offload.storage import Storage
 from shoal.parallel.parallel import Parallel
 from shoal.parallel.pipeline.deferred import Deferral, put_off_products
@@ -122,13 +122,16 @@ def parallelize(
     dtype = _DTYPES[plan.element_bytes]
     in_fp32 = kept_in_fp32(model)
     whole = Whole.of(model, pieces, axes, lambda name: torch.float32 if name in in_fp32 else dtype)
-    fill = _first_values(model, seed, on, axes, cuts)
+    _cast_frozen(model, dtype, in_fp32)
+    first_values = take_first_values(model, seed, on, axes, cuts)
+    unfilled = {name for name, each in named.items() if each.is_meta and not each.requires_grad}
     if plan.compile == "auto" and on.type != "cpu":
         plan = plan.replace(compile="blocks")
     storage = Storage.of(plan, on, None if offload_folder is None else Path(offload_folder))
     deferral = Deferral() if pieces is not None and plan.has_halves else None
     _divide_layers(model, plan, axes, layout, split, deferral)
-    _cast(model, blocks, dtype, in_fp32)
+    if dtype != torch.float32:
+        cast_inputs(model, blocks, dtype)
     setup = Setup(
         model=model,
         blocks=blocks,
@@ -138,11 +141,12 @@ def parallelize(
         bucket=plan.bucket,
         wire=torch.bfloat16 if plan.reduce == "bf16" else torch.float32,
         compressing=Compressing.of(plan),
-        fill=fill,
+        first_values=first_values,
         cuts=cuts,
         narrowed=partial.union(split.narrowed),
         experts=frozenset(experts),
         storage=storage,
+        unfilled=frozenset(unfilled),
     )
     if pieces is None:
         compile_blocks(blocks, plan.recompute, plan.compile, on)
@@ -197,13 +201,11 @@ def _divide_layers(
     )
 
 
-def _cast(model: nn.Module, blocks: Sequence[nn.Module], dtype: torch.dtype, in_fp32: frozenset[str]) -> None:
-    """Cast frozen parameters, and what blocks get; the strategy casts what is trained."""
+def _cast_frozen(model: nn.Module, dtype: torch.dtype, in_fp32: frozenset[str]) -> None:
+    """Cast the parameters that are not trained to the type that computes; the strategy casts the others."""
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(torch.float32 if name in in_fp32 else dtype)
-    if dtype != torch.float32:
-        cast_inputs(model, blocks, dtype)
 
 
 def _room(
@@ -320,8 +322,9 @@ def _limit_samples(model: nn.Module, parts: int) -> None:
         return
     limit = model.config.seq
 
-    def require_length(module: nn.Module, arguments: tuple[torch.Tensor]) -> None:
-        length = arguments[0].shape[-1] * parts
+    def require_length(module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        tokens: torch.Tensor = next(iter((*arguments, *named.values())))
+        length = tokens.shape[-1] * parts
         if length > limit:
             raise ModelError(
                 f"a sample of {length} tokens is longer than the model's context",
@@ -329,56 +332,4 @@ def _limit_samples(model: nn.Module, parts: int) -> None:
                 change="shorten the samples, or give the model a larger `seq`",
             )
 
-    model.register_forward_pre_hook(require_length)
-
-
-def _first_values(
-    model: nn.Module, seed: int, device: torch.device, axes: Axes, cuts: Mapping[str, Cut]
-) -> Fill:
-    """Give fixed tensors their values, cut the parameters, and return the function that fills a bucket."""
-    tensors = [*model.parameters(), *model.buffers()]
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    on_meta = [tensor for tensor in tensors if tensor.is_meta]
-    if not on_meta:
-        for pending in [axes.world.broadcast(tensor.data, "first values") for tensor in tensors]:
-            pending.wait()
-        named = dict(model.named_parameters())
-        for name, cut in cuts.items():
-            named[name].data = cut.of(named[name].data).clone(memory_format=torch.contiguous_format)
-        return lambda name, tensor: _copy(named[name], tensor)
-    if not hasattr(model, "initialize_parameter") or len(on_meta) != len(trained):
-        raise ModelError(
-            f"{type(model).__name__} has tensors on the meta device that nothing can initialize",
-            possible="on the meta device, only trained parameters, and a model with a method "
-            "initialize_parameter(name, tensor, seed)",
-            change="build the model on a real device, or add the method",
-        )
-    _leave_meta(model, device, {id(trained[name]): cut for name, cut in cuts.items()})
-
-    def fill(name: str, tensor: torch.Tensor) -> None:
-        cut = cuts.get(name)
-        whole = tensor if cut is None else tensor.new_empty(cut.shape)
-        model.initialize_parameter(name, whole, seed)  # type: ignore[operator]
-        if cut is not None:
-            tensor.copy_(cut.of(whole))
-
-    return fill
-
-
-def _copy(parameter: nn.Parameter, tensor: torch.Tensor) -> None:
-    tensor.copy_(parameter.detach())
-
-
-def _leave_meta(model: nn.Module, device: torch.device, cuts: Mapping[int, Cut]) -> None:
-    """Replace parameters on the meta device by ones without memory of their own; `cuts` is by identity."""
-    placeholder = torch.full((), torch.nan, device=device)
-    replaced: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter not in replaced:
-                cut = cuts.get(id(parameter))
-                shape = parameter.shape if cut is None else cut.block_shape
-                replaced[parameter] = nn.Parameter(
-                    placeholder.expand(shape), requires_grad=parameter.requires_grad
-                )
-            setattr(module, name, replaced[parameter])
+    model.register_forward_pre_hook(require_length, with_kwargs=True)

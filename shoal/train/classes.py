@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import nn
 
-from shoal.data import Corpus, are_numbers, numbers_of, prepare, require_padding
+from shoal.data import Corpus, MixedCorpus, are_numbers, numbers_of, prepare, require_padding
 from shoal.errors import ConfigError, PlanError
 from shoal.models import classifier_of, is_classifier
 from shoal.plan import Plan
@@ -36,6 +36,7 @@ def with_classes(config: TrainConfig) -> TrainConfig:
     if not config.data.label or not config.model.startswith(_HUGGING_FACE):
         return config
     corpus = prepare(config.data)
+    assert isinstance(corpus, Corpus)
     found = classifier_of(Path(config.model.removeprefix(_HUGGING_FACE)), config.model_options)
     classes = found.classes
     if are_numbers(corpus.labels):
@@ -55,11 +56,11 @@ def with_classes(config: TrainConfig) -> TrainConfig:
     return config.model_copy(update={"model_options": options})
 
 
-def prepared(config: TrainConfig) -> Corpus:
+def prepared(config: TrainConfig) -> Corpus | MixedCorpus:
     """Return the data of a configuration, with its classes in the order of the model's."""
     corpus = prepare(config.data)
     names = config.model_options.get(_NAMES)
-    if not corpus.labels or not names:
+    if not isinstance(corpus, Corpus) or not corpus.labels or not names:
         return corpus
     return replace(corpus, classes=tuple(names[str(number)] for number in range(len(names))))
 

@@ -8,16 +8,26 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from shoal.data import DataConfig
 from shoal.errors import ConfigError
+from shoal.models import ALL_LINEAR
 from shoal.train.key_guess import guess_key
 
 __all__ = [
     "OPTIMIZERS",
     "SCHEDULES",
     "CheckpointConfig",
+    "LoraConfig",
     "OptimizerConfig",
     "RecordConfig",
     "TrainConfig",
@@ -35,6 +45,9 @@ SCHEDULES = ("cosine", "constant-then-decay")
 _Decay = Annotated[float, Field(ge=0, lt=1)]
 _Limit = Annotated[
     Annotated[float, Field(gt=0)] | None, BeforeValidator(lambda given: None if given == "off" else given)
+]
+_Names = Annotated[
+    tuple[str, ...], BeforeValidator(lambda given: (given,) if isinstance(given, str) else given)
 ]
 
 
@@ -117,6 +130,30 @@ class OptimizerConfig(_Section):
     def outer(self) -> dict[str, Any]:
         """Arguments of `shoal.parallel.outer_settings`."""
         return {"rate": self.outer_rate, "momentum": self.outer_momentum, "warmup": self.outer_warmup}
+
+
+class LoraConfig(_Section):
+    """Adapters beside frozen layers, trained instead of the model (extra `lora`)."""
+
+    rank: int | None = Field(default=None, gt=0)
+    """Width of the adapters. Without it the whole model is trained."""
+    alpha: float = Field(default=16, gt=0)
+    """Factor on what the adapters add, times `rank`."""
+    targets: _Names = Field(default=(ALL_LINEAR,), min_length=1)
+    """Layers that get an adapter, by name or the end of a name, such as "q_proj"; "all-linear" is every
+    linear layer of the blocks.
+    """
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of an adapter's input that is zeroed in training."""
+
+    @model_validator(mode="after")
+    def _has_a_rank(self) -> LoraConfig:
+        given = [
+            name for name, field in type(self).model_fields.items() if getattr(self, name) != field.default
+        ]
+        if self.rank is None and given:
+            raise ValueError(f"a number for lora.rank, since lora.{given[0]} is given")
+        return self
 
 
 class ValidationConfig(_Section):
@@ -209,6 +246,8 @@ class TrainConfig(_Section):
     """Seconds after which a collective fails if not all ranks have joined it."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW and its learning rate."""
+    lora: LoraConfig = LoraConfig()
+    """LoRA."""
     validation: ValidationConfig = ValidationConfig()
     """Held-out loss."""
     checkpoint: CheckpointConfig = CheckpointConfig()

@@ -3,6 +3,9 @@
 config.json                       the model's shape
 model.safetensors                 the weights; or several files, and an index of them
 tokenizer.json and others         the tokenizer, if the run has one of its own
+
+A run with LoRA gives its adapters alone: see `export_adapters.py`. With `merge` it gives the whole model, in
+which each layer's weight has its adapters' product added.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 from shoal.checkpoint import (
     Piece,
@@ -26,8 +30,17 @@ from shoal.checkpoint import (
     read_manifest,
 )
 from shoal.errors import ModelError, RunError
-from shoal.models import Transformer, llama_config, llama_name
-from shoal.train.config import TrainConfig
+from shoal.models import (
+    StoredTensor,
+    Transformer,
+    is_transposed,
+    llama_config,
+    plain_name,
+    stored_as_llama,
+    stored_for,
+)
+from shoal.train.config import LoraConfig, TrainConfig
+from shoal.train.export_adapters import Adapters, require_adapters, write_adapters
 from shoal.train.located import build_model, shape_of
 from shoal.train.restore import newest_of
 
@@ -40,8 +53,6 @@ _SHARD_BYTES = 2 << 30
 _OF_TOKENIZERS = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*")
 _HUGGING_FACE = "hf:"
 _ONLY = "model.safetensors"
-
-_Wanted = tuple[str, tuple[int, ...], torch.dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +78,38 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How a model is written: its configuration, and the name of each tensor, by that in the checkpoint."""
+    """How a model is written.
+
+    Attributes:
+        config: Its configuration.
+        stored: The tensors of each tensor of its `state_dict`, by name.
+        folder: The folder that the model came from.
+        transposed: The weights of layers that have them as `[in, out]`.
+    """
 
     config: Mapping[str, Any]
-    names: Mapping[str, str]
+    stored: Mapping[str, Sequence[StoredTensor]]
     folder: Path | None
+    transposed: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A tensor to write: its name and shape in the checkpoint, its place there, and its dtype."""
+
+    path: str
+    whole: tuple[int, ...]
+    stored: StoredTensor
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return torch.Size(self.stored.shape).numel() * self.dtype.itemsize
+
+    def piece(self, tensor: torch.Tensor) -> Piece:
+        """Return the part of the checkpoint that fills the tensor."""
+        start = self.stored.start(self.whole)
+        return Piece(self.path, self.whole, start, start + tensor.numel(), tensor)
 
 
 def export(
@@ -79,6 +117,7 @@ def export(
     directory: Path,
     dtype: str | None = None,
     *,
+    merge: bool = False,
     say: Callable[[str], object] = lambda text: None,
     shard_bytes: int = _SHARD_BYTES,
 ) -> Exported:
@@ -88,11 +127,12 @@ def export(
         path: The run, or one of its checkpoints.
         directory: The folder to make; it appears when all is written.
         dtype: One of `DTYPES`; None for the one in the model's configuration, or else float32.
+        merge: Whether the adapters of a run with LoRA are added to the weights, instead of written alone.
         say: Called with a message for each corrupt checkpoint that is skipped.
         shard_bytes: Bytes of weights in a file, at most, unless one tensor has more.
 
     Raises:
-        RunError: The path is not a run's, or the folder exists already.
+        RunError: The path is not a run's, the folder exists already, or there is nothing to merge.
         CheckpointError: There is no sound checkpoint.
         ModelError: The model has no form in Hugging Face's layout.
     """
@@ -103,7 +143,10 @@ def export(
             change="give another folder, or delete that one",
         )
     config, checkpoint = newest_of(path, say)
+    if merge:
+        require_adapters(path, config)
     layout = _layout_of(config)
+    adapters = Adapters.of(config, checkpoint, layout.transposed)
     dtype = dtype or str(layout.config.get("dtype") or layout.config.get("torch_dtype") or "float32")
     if dtype not in DTYPES:
         dtype = "float32"
@@ -111,10 +154,13 @@ def export(
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
-        files, tensors, nbytes = _write_weights(checkpoint, layout.names, staging, DTYPES[dtype], shard_bytes)
-        content = {**layout.config, "torch_dtype": dtype}
-        content.pop("dtype", None)
-        (staging / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        if adapters is None or merge:
+            written = _write_weights(checkpoint, layout, adapters, staging, DTYPES[dtype], shard_bytes)
+            content = {**layout.config, "torch_dtype": dtype}
+            content.pop("dtype", None)
+            (staging / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        else:
+            written = write_adapters(adapters, layout.stored, layout.folder, staging, DTYPES[dtype])
         has_tokenizer = _copy_tokenizer(config, layout.folder, staging)
         os.replace(staging, directory)
     except OSError as error:
@@ -124,11 +170,12 @@ def export(
             possible="a place with room for the weights, where files may be made",
             change="give another folder",
         ) from error
-    return Exported(checkpoint, files, tensors, nbytes, dtype, has_tokenizer)
+    return Exported(checkpoint, *written, dtype, has_tokenizer)
 
 
 def _layout_of(config: TrainConfig) -> _Layout:
-    """Return how the model of a configuration is written."""
+    """Return how the model of a configuration is written, without adapters."""
+    config = config.model_copy(update={"lora": LoraConfig()})
     if config.model.startswith(_HUGGING_FACE):
         return _as_it_came(config)
     model = shape_of(config)
@@ -139,7 +186,8 @@ def _layout_of(config: TrainConfig) -> _Layout:
             change="load it with shoal.train.load_model, and save it in a form of your own",
         )
     content = llama_config(model.config)
-    return _Layout(content, {name: llama_name(name) for name, _ in model.named_parameters()}, None)
+    stored = {name: stored_as_llama(name, tuple(each.shape)) for name, each in model.named_parameters()}
+    return _Layout(content, stored, None, frozenset())
 
 
 def _as_it_came(config: TrainConfig) -> _Layout:
@@ -147,24 +195,37 @@ def _as_it_came(config: TrainConfig) -> _Layout:
     given = Path(config.model.removeprefix(_HUGGING_FACE))
     file = given / "config.json" if given.is_dir() else given
     shape = config.model_copy(update={"model": f"{_HUGGING_FACE}{file}"})
-    model = build_model(shape, "meta")
+    model: Any = build_model(shape, "meta")
     content = {**json.loads(file.read_text(encoding="utf-8")), **config.model_options}
-    return _Layout(content, {name: name for name in model.state_dict()}, file.parent)
+    kind = str(content.get("model_type"))
+    stored = {name: stored_for(kind, name, tuple(each.shape)) for name, each in model.state_dict().items()}
+    return _Layout(content, stored, file.parent, _transposed(model))
+
+
+def _transposed(model: nn.Module) -> frozenset[str]:
+    return frozenset(f"{name}.weight" for name, module in model.named_modules() if is_transposed(module))
 
 
 def _write_weights(
-    checkpoint: Path, names: Mapping[str, str], folder: Path, dtype: torch.dtype, shard_bytes: int
+    checkpoint: Path,
+    layout: _Layout,
+    adapters: Adapters | None,
+    folder: Path,
+    dtype: torch.dtype,
+    shard_bytes: int,
 ) -> tuple[int, int, int]:
     """Write the weights; return the numbers of files and of tensors, and the bytes."""
-    shards = list(_shards(checkpoint, names, dtype, shard_bytes))
+    shards = list(_shards(checkpoint, layout.stored, dtype, shard_bytes))
     placed: dict[str, str] = {}
     total = 0
     for number, shard in enumerate(shards, 1):
-        held = {names[path.partition("/")[2]]: torch.empty(shape, dtype=kind) for path, shape, kind in shard}
-        pieces = [
-            Piece.whole(path, tensor) for (path, _, _), tensor in zip(shard, held.values(), strict=True)
-        ]
+        held = {each.stored.name: torch.empty(each.stored.shape, dtype=each.dtype) for each in shard}
+        pieces = [each.piece(tensor) for each, tensor in zip(shard, held.values(), strict=True)]
         load(checkpoint, pieces, SingleProcess())
+        if adapters is not None:
+            for each in shard:
+                if each.path in adapters:
+                    held[each.stored.name] = adapters.merged(each.path, each.dtype)
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else _ONLY
         save_file(held, folder / file, metadata={"format": "pt"})
         placed |= dict.fromkeys(held, file)
@@ -177,23 +238,24 @@ def _write_weights(
 
 
 def _shards(
-    checkpoint: Path, names: Mapping[str, str], dtype: torch.dtype, shard_bytes: int
+    checkpoint: Path, stored: Mapping[str, Sequence[StoredTensor]], dtype: torch.dtype, shard_bytes: int
 ) -> Iterator[Sequence[_Wanted]]:
-    """Return the tensors of each file: their names in the checkpoint, shapes and dtypes."""
+    """Return the tensors of each file."""
     shard: list[_Wanted] = []
     held = 0
     for path, record in read_manifest(checkpoint).tensors.items():
         kind, _, name = path.partition("/")
-        if kind not in ("model", "fixed") or name not in names:
+        if kind not in ("model", "fixed"):
             continue
         is_floating = record.dtype in ("F32", "F16", "BF16", "F64")
-        wanted = path, record.shape, dtype if is_floating else dtype_named(record.dtype)
-        nbytes = torch.Size(record.shape).numel() * wanted[2].itemsize
-        if shard and held + nbytes > shard_bytes:
-            yield shard
-            shard, held = [], 0
-        shard.append(wanted)
-        held += nbytes
+        written_as = dtype if is_floating else dtype_named(record.dtype)
+        for each in stored.get(plain_name(name), ()):
+            wanted = _Wanted(path, record.shape, each, written_as)
+            if shard and held + wanted.nbytes > shard_bytes:
+                yield shard
+                shard, held = [], 0
+            shard.append(wanted)
+            held += wanted.nbytes
     if shard:
         yield shard
 

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
 
-from shoal.checkpoint import TensorRecord, read_manifest, resolve
+from shoal.checkpoint import (
+    Piece,
+    TensorRecord,
+    attempt_together,
+    load,
+    newest_verified,
+    read_manifest,
+    resolve,
+)
 from shoal.errors import CheckpointError, ConfigError, nearest
+from shoal.models import is_adapter, plain_name
 from shoal.parallel import LocalUpdates
-from shoal.train.portable import load
+from shoal.train.state import pieces_to_load
 from shoal.train.trainer import Trainer
 
 __all__ = ["begin_from", "require_weights"]
@@ -21,10 +32,21 @@ _KINDS = "model", "fixed"  # beginnings of the names of a checkpoint's weights
 def begin_from(trainer: Trainer, given: str) -> None:
     """Load the weights of a run or a checkpoint, and nothing else; all ranks call it before the first step.
 
+    A weight may have been trained there and be frozen here, or have no adapter there. Adapters that are not
+    there keep their first values.
+
     Raises:
         CheckpointError: There is no sound checkpoint, or it does not fit the model.
     """
-    load(given, trainer.parallel)
+    parallel, coordinator = trainer.parallel, trainer.coordinator
+    found = attempt_together(coordinator, f"cannot load {given}", lambda: resolve(Path(given)))[0]
+    checkpoint = newest_verified(found, coordinator, lambda text: warnings.warn(text, stacklevel=3))
+    if checkpoint is None:
+        raise CheckpointError(f"{given} has no sound checkpoint")
+    wanted = pieces_to_load(parallel)
+    load(checkpoint, list(_as_saved(wanted.pieces, read_manifest(checkpoint).tensors)), coordinator)
+    wanted.finish()
+    parallel.changed()
     if isinstance(trainer.optimizer, LocalUpdates):
         trainer.optimizer.set_step(0)  # what workers change is counted from these weights
 
@@ -48,8 +70,19 @@ def require_weights(given: str, model: nn.Module) -> None:
             possible="a run, a checkpoint such as runs/NAME/checkpoints/step-00000100, or their directory",
             change="correct the path",
         ) from None
+    names = {name for name, _ in model.named_parameters()}
+    adapters = [name for kind, name in map(_split, saved) if kind in _KINDS and is_adapter(name)]
+    if others := [name for name in adapters if name not in names]:
+        raise ConfigError(
+            f"init={given} was trained with LoRA, and its adapter {others[0]} is not in the model",
+            possible="the table lora of the run that saved it, or its whole model: shoal export --merge",
+            change="give these settings of lora, or model=hf:DIR with the exported model",
+        )
     for name, parameter in model.named_parameters():
-        found = next((saved[path] for kind in _KINDS if (path := f"{kind}/{name}") in saved), None)
+        path = _path_of(name, saved)
+        found = None if path is None else saved[path]
+        if found is None and is_adapter(name):
+            continue
         if found is None or found.shape != tuple(parameter.shape):
             raise ConfigError(
                 f"init={given} does not fit the model: {_misfit(name, tuple(parameter.shape), found, saved)}",
@@ -58,10 +91,31 @@ def require_weights(given: str, model: nn.Module) -> None:
             )
 
 
+def _as_saved(pieces: Sequence[Piece], saved: Mapping[str, TensorRecord]) -> Iterator[Piece]:
+    """Yield the pieces under the names that a checkpoint has for them; leave out adapters that it lacks."""
+    for piece in pieces:
+        _, name = _split(piece.name)
+        path = _path_of(name, saved)
+        if path is not None:
+            yield replace(piece, name=path)
+        elif not is_adapter(name):
+            yield piece
+
+
+def _path_of(name: str, saved: Mapping[str, TensorRecord]) -> str | None:
+    paths = (f"{kind}/{each}" for each in (name, plain_name(name)) for kind in _KINDS)
+    return next((path for path in paths if path in saved), None)
+
+
+def _split(path: str) -> tuple[str, str]:
+    kind, _, name = path.partition("/")
+    return kind, name
+
+
 def _misfit(
     name: str, shape: tuple[int, ...], found: TensorRecord | None, saved: Mapping[str, TensorRecord]
 ) -> str:
     if found is not None:
         return f"{name} has shape {list(found.shape)} there, and {list(shape)} here"
-    names = [path.partition("/")[2] for path in saved if path.partition("/")[0] in _KINDS]
+    names = [name for kind, name in map(_split, saved) if kind in _KINDS]
     return f"it has no {name}{nearest(name, names)}"

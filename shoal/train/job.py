@@ -12,10 +12,10 @@ import torch
 
 from shoal.checkpoint import SingleProcess, Store, checkpoints, newest_verified, step_of
 from shoal.cluster import Cluster
-from shoal.data import Corpus
+from shoal.data import Corpus, MixedCorpus
 from shoal.errors import ConfigError, ModelError, RunError
 from shoal.models import Transformer
-from shoal.parallel import require_layout, require_trainable
+from shoal.parallel import require_documents, require_layout, require_trainable
 from shoal.plan import Plan, SettledPlan, parse_settings
 from shoal.record import TensorBoardLogger
 from shoal.run import Run, default_path
@@ -272,7 +272,7 @@ def _require_steps_to_make(job: Job) -> None:
         )
 
 
-def check(job: Job) -> Corpus:
+def check(job: Job) -> Corpus | MixedCorpus:
     """Refuse what would fail in the ranks: data, model, or both together; return the prepared data.
 
     Raises:
@@ -296,6 +296,8 @@ def check(job: Job) -> Corpus:
     require_factories(config.optimizer)
     require_layout(model, job.plan, config.sequence)
     require_offload(config, job.plan, job.path, model)
+    if config.data.boundaries:
+        require_documents(model)
     if isinstance(model, Transformer):
         _require_fit(config, corpus, model.config.vocab_size, model.config.seq, "seq")
     elif config.model.startswith("hf:"):
@@ -306,7 +308,7 @@ def check(job: Job) -> Corpus:
 
 
 def _require_fit(
-    config: TrainConfig, corpus: Corpus, vocabulary: int, context: int | None, option: str
+    config: TrainConfig, corpus: Corpus | MixedCorpus, vocabulary: int, context: int | None, option: str
 ) -> None:
     """Refuse tokens and sequences that the model does not take; its `option` sets the context."""
     if corpus.tokenizer.vocab_size > vocabulary:

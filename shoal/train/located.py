@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from shoal.errors import ModelError
-from shoal.models import build, can_read_in_parts
+from shoal.models import add_adapters, build, can_read_in_parts
 from shoal.train.config import TrainConfig
 
 __all__ = ["build_model", "first_model", "located", "shape_of"]
@@ -44,7 +44,7 @@ def located(config: TrainConfig, before: Mapping[str, Any] | None = None) -> Tra
             "cluster": _absolute_cluster(config.cluster),
             "data": data.model_copy(
                 update={
-                    "source": sources[0] if isinstance(data.source, str) else sources,
+                    "source": _with_paths(data.source, sources),
                     "tokenizer": _absolute(data.tokenizer),
                     "validation": _absolute(data.validation),
                     "cache": None if data.cache is None else data.cache.absolute(),
@@ -54,16 +54,31 @@ def located(config: TrainConfig, before: Mapping[str, Any] | None = None) -> Tra
     )
 
 
+def _with_paths(
+    source: str | tuple[str, ...] | dict[str, float], paths: tuple[str, ...]
+) -> str | tuple[str, ...] | dict[str, float]:
+    """Return the sources with these paths in place of their own."""
+    if isinstance(source, dict):
+        return dict(zip(paths, source.values(), strict=True))
+    return paths[0] if isinstance(source, str) else paths
+
+
 def build_model(config: TrainConfig, device: torch.device | str) -> nn.Module:
     """Build the model of a configuration; from now on modules are searched in `model_folder` first.
 
     Raises:
-        ModelError: As from `shoal.models.build`.
-        MissingExtraError: As from `shoal.models.build`.
+        ModelError: As from `shoal.models.build`, or a target of `lora` is not in the model.
+        MissingExtraError: As from `shoal.models.build`, or `lora` without the extra `lora`.
     """
     if config.model_folder and config.model_folder not in sys.path[:1]:
         sys.path.insert(0, config.model_folder)
-    return build(config.model, overrides=config.model_options, device=device)
+    model = build(config.model, overrides=config.model_options, device=device)
+    if (rank := config.lora.rank) is not None:
+        lora = config.lora
+        add_adapters(
+            model, rank=rank, alpha=lora.alpha, targets=lora.targets, dropout=lora.dropout, seed=config.seed
+        )
+    return model
 
 
 def first_model(config: TrainConfig, device: torch.device) -> nn.Module:

@@ -4,6 +4,7 @@
 a batch that is              the model gets                  the loss is
 ===========================  ==============================  =======================================
 a pair, or a longer tuple    all but the last                `loss(output, last)`
+a pair with `Packed` inputs  its tokens and `position_ids`   `loss(output, last)`
 a mapping with `labels`      the mapping, by keywords        the output's `loss`
 the same, and a `loss`       the rest of it, by keywords     `loss(output, labels)`
 a mapping without `labels`   the mapping, by keywords        the output's, or `loss(output, mapping)`
@@ -12,6 +13,9 @@ anything else                it                              the output's, or `l
 
 If the first of a pair is a mapping, it is passed by keywords; if it is a tuple or a list, as several
 arguments. The `loss` of pairs is `next_token_loss` by default.
+
+Context parallelism cuts what is as long as a sample, except `position_ids`: a model gets those of the whole
+sample, and with them its documents.
 
 A causal model of Hugging Face computes its own loss of `labels` from whole sequences and whole logits. If a
 Plan cuts these, the labels are shifted here, and `next_token_loss` computes an equal loss from the parts.
@@ -32,6 +36,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from shoal.data import Packed
 from shoal.errors import ModelError, PlanError
 from shoal.models import next_token_loss
 from shoal.models.loss import IGNORED, cross_entropy
@@ -39,6 +44,8 @@ from shoal.models.nested import map_tensors, tensors_in
 from shoal.parallel import Parallel
 
 __all__ = ["Counted", "Loss", "MicroBatch", "Reader"]
+
+_POSITIONS = "position_ids"
 
 Loss = Callable[[Any, Any], torch.Tensor]
 """A function from the model's output and the targets to the mean loss of a micro-batch."""
@@ -147,8 +154,6 @@ class Reader:
         plan = parallel.plan
         arguments, named, targets, loss = self._parts(batch, is_cut=plan.tp * plan.cp * plan.pp > 1)
         self._require_taken(arguments, named)
-        if plan.pp > 1:
-            arguments, named = self._one_input(arguments, named, loss)
         length = next((each.shape[1] for each in tensors_in((arguments, named)) if each.dim() > 1), None)
 
         def part(tensor: torch.Tensor) -> torch.Tensor:
@@ -157,8 +162,12 @@ class Reader:
             return parallel.local_sequence(tensor)
 
         if parallel.axes.cp.size > 1:
+            whole = {_POSITIONS: named[_POSITIONS]} if _POSITIONS in named else {}
             arguments, named, targets = map_tensors(part, (arguments, named, targets))
+            named = {**named, **whole}  # a rank's attention has to know the documents of the whole sample
             batch = map_tensors(part, batch)
+        if plan.pp > 1:
+            arguments, named = self._one_input(arguments, named, loss)
         count = self._count(batch, targets, loss)
         if count is None or (all_count and self._counted is None):
             return MicroBatch(arguments, named, targets, loss, samples, may_differ=False)
@@ -169,6 +178,8 @@ class Reader:
             *inputs, targets = batch
             loss = self._next_token_loss if self._loss is None else self._loss
             first = inputs[0]
+            if len(inputs) == 1 and isinstance(first, Packed):
+                return (first.tokens,), {_POSITIONS: first.position_ids}, targets, loss
             if len(inputs) == 1 and isinstance(first, Mapping):
                 return (), dict(first), targets, loss
             if len(inputs) == 1 and isinstance(first, (tuple, list)):
@@ -204,19 +215,21 @@ class Reader:
     def _one_input(
         self, arguments: tuple[Any, ...], named: dict[str, Any], loss: Loss | None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the inputs as one argument, as a pipeline's stages need."""
+        """Return the inputs as one argument, as a pipeline's stages need: several as a mapping by name."""
         given = [*arguments, *named.values()]
-        if len(given) == 1 and loss is not None:
-            return (given[0],), {}
+        bound = self._takes.bind(*arguments, **named).arguments
+        kinds = {self._takes.parameters[name].kind for name in bound}
+        are_named = not kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+        if loss is not None and (len(given) == 1 or are_named):
+            return (given[0] if len(given) == 1 else bound,), {}
         if loss is None:
             problem = f"{self._name} was given without a loss, and the stages of a pipeline do not get labels"
         else:
-            names = ", ".join(named) or "by place"
-            problem = f"{self._name} gets {len(given)} inputs ({names}), and the stages of a pipeline get one"
+            problem = f"{self._name} gets {len(given)} inputs, and its forward does not name all of them"
         raise PlanError(
             problem,
-            possible="batches of one input and its targets, such as input_ids and labels of a causal model, "
-            "or pairs and a loss",
+            possible="batches of inputs that the forward names and their targets, such as input_ids and "
+            "labels of a causal model, or pairs and a loss",
             change="leave the other inputs out of the batch, give loss=, or leave out pp",
         )
 

@@ -10,6 +10,7 @@ from typing import Any, final
 import torch
 
 from shoal.data import Feed, Loader, all_targets_count, open_feed
+from shoal.models import tensors_in
 from shoal.parallel import Parallel
 from shoal.parallel.communication import Pending
 from shoal.parallel.micro_batches import run_one_by_one
@@ -222,7 +223,8 @@ class Passes:
 
     def _set_dropout(self, position: int, number: int, inputs: Any) -> None:
         """Fix dropout's masks by the position of micro-batch `number`'s samples in all data."""
-        if not isinstance(inputs, torch.Tensor) or inputs.dim() < 2:
+        inputs = next(tensors_in(inputs), None)
+        if inputs is None or inputs.dim() < 2:
             return
         dp = self._parallel.axes.dp
         first = self._loader.start(position, number, dp.index, dp.size, self._microbatch, self._shares)

@@ -226,3 +226,24 @@ def test_hugging_face_models_name_the_extra_they_need(monkeypatch: pytest.Monkey
     monkeypatch.setattr(builtins, "__import__", without_transformers)
     with pytest.raises(MissingExtraError, match="'transformers', which is not installed"):
         build("hf:anywhere")
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_on_meta_experts_that_files_have_apart_are_read_into_their_stack(tmp_path: Path, kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    experts = {
+        "num_local_experts": 4,
+        "num_experts": 4,
+        "moe_intermediate_size": 24,
+        "num_experts_per_tok": 2,
+    }
+    config = transformers.AutoConfig.for_model(kind, **shape, **heads, **experts)
+    source = transformers.AutoModelForCausalLM.from_config(config)
+    source.save_pretrained(tmp_path, max_shard_size="20KB")
+    model = build(f"hf:{tmp_path}", device="meta")
+    for name, parameter in source.named_parameters():
+        read = torch.empty_like(parameter)
+        model.initialize_parameter(name, read, 0)
+        assert torch.equal(read, parameter), name

@@ -117,6 +117,11 @@ def test_a_loss_of_its_own_is_refused_where_it_would_be_wrong(ranks, plan):
     assert "shoal.models.next_token_loss" in ranks.run(with_labels, 2, plan)[0]
 
 
+@pytest.mark.parametrize("plan", ["tp=2", "tp=2,tensor=plain", "dp=2,tp=2,shard=zero3"])
+def test_experts_of_transformers_stay_whole_under_tensor_parallelism(ranks, alone, plan):
+    check(ranks, alone, "mixtral", plan, num_local_experts=4)
+
+
 def test_ranks_of_their_own_for_its_experts_are_refused():
     with pytest.raises((ModelError, PlanError), match="no experts to divide over 2 ranks"):
         require_layout(build("mixtral", {}), Plan.parse("dp=2,ep=2"), SEQ)
@@ -145,7 +150,6 @@ def test_the_layout_names_every_layer_once():
     [
         ("olmo2", {}, "as 'colwise_gather_output'"),
         ("phi3", {"pad_token_id": 0}, "as 'rowwise_split_input'"),
-        ("mixtral", {}, "mlp.experts"),
         ("gpt_neox", {}, "neither attention nor"),
         ("phi", {"resid_pdrop": 0.1}, "config.resid_pdrop"),
         ("gpt2", {"resid_pdrop": 0.0, "embd_pdrop": 0.0}, "no plan for tensor parallelism"),

@@ -86,7 +86,7 @@ def refused(kind, changes, given):
     ("kind", "changes", "given", "message"),
     [
         ("llama", {}, {"attention_mask": torch.ones(1, SEQ // 2)}, "attention_mask was given"),
-        ("llama", {}, {"position_ids": torch.arange(SEQ // 2)[None]}, "position_ids was given"),
+        ("llama", {}, {"position_ids": torch.arange(SEQ // 2)[None]}, "position_ids of 8 positions"),
         ("mistral", {"sliding_window": 4}, {}, "a window of 4 tokens"),
         ("gpt_oss", {"pad_token_id": 0, "layer_types": ["full_attention"] * 2}, {}, "gets s_aux"),
         ("deepseek_v3", {}, {}, "values and keys of different widths"),

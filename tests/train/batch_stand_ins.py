@@ -213,19 +213,19 @@ def llama() -> nn.Module:
     return LlamaForCausalLM(config)
 
 
-def causal_items(count: int = 16) -> list[dict[str, torch.Tensor]]:
+def causal_items(count: int = 16, **others: torch.Tensor) -> list[dict[str, torch.Tensor]]:
     items = []
     for index in range(count):
         tokens = torch.randint(0, 64, (SEQUENCE,), generator=torch.Generator().manual_seed(index))
         labels = tokens.clone()
         labels[: MASKED[index]] = -100
-        items.append({"input_ids": tokens, "labels": labels})
+        items.append({"input_ids": tokens, "labels": labels, **others})
     return items
 
 
-def trained_causally(plan: str) -> list[float]:
+def trained_causally(plan: str, **others: torch.Tensor) -> list[float]:
     """A causal model of Hugging Face on `labels`; on one device all of a batch in one forward."""
-    trainer = Trainer(llama(), causal_items(), plan, batch=BATCH, steps=4, optimizer=OPTIMIZER)
+    trainer = Trainer(llama(), causal_items(**others), plan, batch=BATCH, steps=4, optimizer=OPTIMIZER)
     losses = [trainer.step().loss for _ in range(3)]
     trainer.close()
     return losses
@@ -258,8 +258,10 @@ def causal_by_hand() -> list[float]:
 def refusal_of(kind: str, plan: str) -> str:
     """What the Trainer says of a batch that the model, or the Plan, cannot take."""
     model = nn.Linear(2, 2) if kind == "linear" else llama()
-    data = [{**item, "attention_mask": torch.ones(SEQUENCE)} for item in causal_items()]
-    trainer = Trainer(model, data, plan, batch=BATCH, steps=4)
+    others = {"attention_mask": torch.ones(SEQUENCE)} | (
+        {"beside": torch.ones(1)} if kind == "beside" else {}
+    )
+    trainer = Trainer(model, causal_items(**others), plan, batch=BATCH, steps=4)
     try:
         trainer.step()
     except UserError as error:

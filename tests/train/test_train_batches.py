@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from batch_stand_ins import (
+    SEQUENCE,
     Inputs,
     causal_by_hand,
     refusal_of,
@@ -106,8 +107,21 @@ def test_a_batch_that_the_model_or_the_plan_does_not_take_is_refused_by_name(ran
     assert error.startswith("ModelError: Linear cannot be called with what the batch holds (input_ids, ")
     assert "Linear.forward(input" in error
     pytest.importorskip("transformers")
-    for error in ranks.run(refusal_of, 2, "causal", "pp=2"):
-        assert error.startswith("PlanError: LlamaForCausalLM gets 2 inputs (input_ids, attention_mask)")
+    for error in ranks.run(refusal_of, 2, "beside", "pp=2"):
+        assert error.startswith("PlanError: LlamaForCausalLM gets 3 inputs, and its forward does not name")
+
+
+def masked_causally(plan):
+    """The first tokens of every sample are padding, which no other token sees."""
+    return trained_causally(plan, attention_mask=(torch.arange(SEQUENCE) >= 2).long())
+
+
+def test_several_inputs_travel_with_a_micro_batch_through_a_pipeline(ranks):
+    pytest.importorskip("transformers")
+    expected = masked_causally("dp=1,microbatch=8")
+    assert expected != pytest.approx(trained_causally("dp=1,microbatch=8"), **CLOSE)
+    for losses in ranks.run(masked_causally, 2, "pp=2,microbatch=2"):
+        assert losses == pytest.approx(expected, **CLOSE)
 
 
 @dataclass

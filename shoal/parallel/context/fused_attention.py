@@ -58,12 +58,14 @@ class Kernel(ABC):
         """
 
 
-def kernel_for(operands: Operands, *, causal: bool) -> Kernel:
+def kernel_for(operands: Operands, *, causal: bool, seen: Tensor | None = None) -> Kernel:
     """Return a kernel for this query, key and value: a fused one if there is one, otherwise `PlainProducts`.
 
-    Any kernel's backward takes the results of any kernel's forward.
+    The fused ones take no mask `seen`. Any kernel's backward takes the results of any kernel's forward.
     """
     query, key, value = operands
+    if seen is not None:
+        return PlainProducts(seen=seen)
     if query.device.type == "cpu" and query.numel() and key.numel():
         return FlashOnCpu()
     if query.device.type == "cuda":
@@ -175,10 +177,17 @@ class EfficientOnCuda(Kernel):
 
 @final
 class PlainProducts(Kernel):
-    """The definition, some rows at a time: the memory of scores grows only with `keys`."""
+    """The definition, some rows at a time: the memory of scores grows only with `keys`.
 
-    def __init__(self, rows: int = 256) -> None:
+    Args:
+        rows: Number of rows at a time.
+        seen: Which queries see which keys, `[batch, 1, queries, keys]`; None if `causal` says so. A query
+            that sees none gets zeros, and a log-sum-exp of minus infinity.
+    """
+
+    def __init__(self, rows: int = 256, seen: Tensor | None = None) -> None:
         self._rows = rows
+        self._mask = seen
 
     def forward(self, operands: Operands, *, causal: bool) -> tuple[Tensor, Tensor]:
         """See `Kernel.forward`."""
@@ -186,9 +195,13 @@ class PlainProducts(Kernel):
         key, value = (_repeat(each, query.shape[1]).to(_wide(query)) for each in (key, value))
         outputs, logsumexps = [], []
         for first, rows in self._tiles(query):
-            scores = _scores(rows, key, first, causal=causal)
-            logsumexps.append(scores.logsumexp(-1))
-            outputs.append(scores.softmax(-1) @ value)
+            scores = self._scores(rows, key, first, causal=causal)
+            sums = scores.logsumexp(-1)
+            logsumexps.append(sums)
+            weights = scores.softmax(-1)
+            if self._mask is not None:
+                weights = weights.masked_fill(sums.isneginf()[..., None], 0)
+            outputs.append(weights @ value)
         return torch.cat(outputs, 2).to(query.dtype), torch.cat(logsumexps, 2)
 
     def backward(
@@ -203,7 +216,7 @@ class PlainProducts(Kernel):
         parts = [tensor.split(self._rows, 2) for tensor in (gradient, output, logsumexp)]
         for (first, rows), gradients, outputs, sums in zip(self._tiles(query), *parts, strict=True):
             gradients = gradients.to(key.dtype)
-            weights = (_scores(rows, key, first, causal=causal) - sums[..., None]).exp()
+            weights = (self._scores(rows, key, first, causal=causal) - sums[..., None]).exp()
             of_value += weights.mT @ gradients
             # Softmax's own gradient: each row's mean of the weights' gradients is subtracted.
             mean = (gradients * outputs).sum(-1, keepdim=True)
@@ -220,14 +233,16 @@ class PlainProducts(Kernel):
         """Return the queries, some rows at a time, each with its first row's number."""
         return [(number * self._rows, rows) for number, rows in enumerate(query.split(self._rows, 2))]
 
-
-def _scores(rows: Tensor, key: Tensor, first: int, *, causal: bool) -> Tensor:
-    """Return the scaled scores of some rows of the queries, which begin at row `first`."""
-    scores = rows.to(key.dtype) @ key.mT / math.sqrt(rows.shape[-1])
-    if not causal:
-        return scores
-    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(first)
-    return scores.masked_fill(~seen, -math.inf)
+    def _scores(self, rows: Tensor, key: Tensor, first: int, *, causal: bool) -> Tensor:
+        """Return the scaled scores of some rows of the queries, which begin at row `first`."""
+        scores = rows.to(key.dtype) @ key.mT / math.sqrt(rows.shape[-1])
+        if self._mask is not None:
+            seen = self._mask.narrow(2, first, rows.shape[2])
+        elif causal:
+            seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(first)
+        else:
+            return scores
+        return scores.masked_fill(~seen, -math.inf)
 
 
 def _wide(tensor: Tensor) -> torch.dtype:

@@ -29,16 +29,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shoal.models.documents import Documents, sees
 from shoal.models.transformer import causal_attention
 from shoal.parallel.access import between_graphs
 from shoal.parallel.communication import Axis, Pending
 from shoal.parallel.context.fused_attention import kernel_for
+from shoal.parallel.context.positions import zigzag_positions
 
 __all__ = ["ring_attention"]
 
 
 @between_graphs
-def ring_attention(query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> Tensor:
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, axis: Axis, documents: Documents | None = None
+) -> Tensor:
     """Return causal attention to the whole sequence; all ranks of the axis call it together.
 
     Args:
@@ -46,13 +50,15 @@ def ring_attention(query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> Ten
         key: `[batch, kv_heads, seq / cp, head_dim]`, where `kv_heads` divides `heads`.
         value: `[batch, kv_heads, seq / cp, head_dim]`.
         axis: The context axis, of cp ranks.
+        documents: Documents of the whole samples, which attention does not leave; None if a sample is one.
 
     Returns:
         `[batch, heads, seq / cp, head_dim]`, this rank's part of the result.
     """
     if axis.size == 1:
-        return causal_attention(query, key, value)
-    output: Tensor = _RingAttention.apply(query, key, value, axis)
+        return causal_attention(query, key, value, documents)
+    starts = None if documents is None else documents.starts
+    output: Tensor = _RingAttention.apply(query, key, value, starts, axis)
     return output
 
 
@@ -61,7 +67,7 @@ _AXIS: ContextVar[Axis] = ContextVar("_AXIS")
 
 
 @torch.library.custom_op("shoal::ring_attention", mutates_args=())
-def _attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _attend(query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return this rank's part of output and log-sum-exp."""
     axis = _AXIS.get()
     joined: _Joined | None = None
@@ -69,7 +75,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         rows, columns = _seen(source, axis.index, query.shape[2])
         operands = query[:, :, rows], keys[:, :, columns], values[:, :, columns]
         causal = source == axis.index
-        output, logsumexp = kernel_for(operands, causal=causal).forward(operands, causal=causal)
+        kernel = kernel_for(operands, causal=causal, seen=_mask(starts, source, axis, rows, columns))
+        output, logsumexp = kernel.forward(operands, causal=causal)
         if joined is None:
             joined = _Joined(output, logsumexp)
         else:
@@ -81,19 +88,21 @@ def _attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 @final
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, starts: Tensor | None, axis: Axis
+    ) -> Tensor:
         outside = _AXIS.set(axis)
         try:
-            results: tuple[Tensor, Tensor] = _attend(query, key, value)
+            results: tuple[Tensor, Tensor] = _attend(query, key, value, starts)
         finally:
             _AXIS.reset(outside)
-        ctx.axis = axis
+        ctx.axis, ctx.starts = axis, starts
         ctx.save_for_backward(query, key, value, *results)
         return results[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, output, logsumexp = ctx.saved_tensors
         axis, gradient, wide = ctx.axis, gradient.contiguous(), logsumexp.dtype
         of_query = torch.zeros_like(query, dtype=wide)
@@ -103,7 +112,8 @@ class _RingAttention(torch.autograd.Function):
             rows, columns = _seen(source, axis.index, query.shape[2])
             operands = query[:, :, rows], keys[:, :, columns], values[:, :, columns]
             causal = source == axis.index
-            of_rows, *of_columns = kernel_for(operands, causal=causal).backward(
+            kernel = kernel_for(operands, causal=causal, seen=_mask(ctx.starts, source, axis, rows, columns))
+            of_rows, *of_columns = kernel.backward(
                 gradient[:, :, rows],
                 operands,
                 output[:, :, rows],
@@ -124,7 +134,7 @@ class _RingAttention(torch.autograd.Function):
         assert sent is not None
         of_pair += sent.arrived()
         of_key, of_value = of_pair.to(key.dtype)
-        return of_query.to(query.dtype), of_key, of_value, None
+        return of_query.to(query.dtype), of_key, of_value, None, None
 
 
 def _round(pair: Tensor, axis: Axis) -> Iterator[tuple[int, Tensor]]:
@@ -149,6 +159,16 @@ def _seen(source: int, index: int, part: int) -> tuple[slice, slice]:
     if source < index:
         return slice(0, part), slice(0, half)
     return slice(half, part), slice(0, part)
+
+
+def _mask(starts: Tensor | None, source: int, axis: Axis, rows: slice, columns: slice) -> Tensor | None:
+    """Return which of these queries of this rank see which keys of rank `source`; None without documents."""
+    if starts is None:
+        return None
+    queries, keys = (
+        zigzag_positions(starts.shape[1], axis.size, index, starts.device) for index in (axis.index, source)
+    )
+    return sees(starts, queries[rows], keys[columns])
 
 
 @final

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shoal.errors import PlanError
+from shoal.models.documents import Documents
 from shoal.models.transformer import causal_attention
 from shoal.parallel.access import between_graphs
 from shoal.parallel.communication import Axis
@@ -27,7 +28,9 @@ __all__ = ["require_heads", "ulysses_attention"]
 
 
 @between_graphs
-def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> Tensor:
+def ulysses_attention(
+    query: Tensor, key: Tensor, value: Tensor, axis: Axis, documents: Documents | None = None
+) -> Tensor:
     """Return causal attention to the whole sequence; all ranks of the axis call it together.
 
     Args:
@@ -35,6 +38,7 @@ def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> 
         key: `[batch, kv_heads, seq / cp, head_dim]`, where `kv_heads` divides `heads`.
         value: `[batch, kv_heads, seq / cp, head_dim]`.
         axis: The context axis, of cp ranks.
+        documents: Documents of the whole samples, which attention does not leave; None if a sample is one.
 
     Returns:
         `[batch, heads, seq / cp, head_dim]`, this rank's part of the result.
@@ -43,13 +47,14 @@ def ulysses_attention(query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> 
         PlanError: There are fewer heads than ranks.
     """
     if axis.size == 1:
-        return causal_attention(query, key, value)
+        return causal_attention(query, key, value, documents)
     heads, kv_heads = query.shape[1], key.shape[1]
     require_heads(heads, axis.size)
     shares = _shares(heads, kv_heads, axis.size)
     query, key, value = _ToHeads.apply(query, key, value, axis, shares)
     mine, shared_by = shares[axis.index], heads // kv_heads
-    mixed = causal_attention(query, mine.as_seen(key, shared_by), mine.as_seen(value, shared_by))
+    keys, values = mine.as_seen(key, shared_by), mine.as_seen(value, shared_by)
+    mixed = causal_attention(query, keys, values, documents)
     output: Tensor = _ToPositions.apply(mixed, axis, shares)
     return output
 

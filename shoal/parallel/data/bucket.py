@@ -8,7 +8,7 @@ master     this rank's rows, fp32; the optimizer changes them. If the weights ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from torch import nn
 from shoal.parallel.axes import Family
 from shoal.parallel.communication import Pending, new_buffer
 from shoal.parallel.exchange.compressing import Compressing
+from shoal.parallel.first_values import FirstValues
 from shoal.parallel.layout import BucketLayout, Cut, memory_order
 from shoal.parallel.offload.state_file import aligned_buffer
 from shoal.parallel.offload.storage import Storage
@@ -23,13 +24,10 @@ from shoal.parallel.offload.stored_shard import Stored, StoredShard, note_norms
 from shoal.parallel.owned import Frozen, Owned, as_sharded
 from shoal.parallel.striped import Striped
 
-__all__ = ["Bucket", "Fill", "Named"]
+__all__ = ["Bucket", "Named"]
 
 Named = tuple[str, nn.Parameter]
 """A parameter of the model with its name."""
-
-Fill = Callable[[str, torch.Tensor], None]
-"""Writes the first values of the parameter of that name into a tensor of its shape."""
 
 
 class Bucket:
@@ -41,7 +39,7 @@ class Bucket:
         family: The ranks to communicate with; the bucket is cut into one shard per rank of `family.shard`.
         dtype: Type of the weights that compute.
         resident: Whether the weights stay in memory; if not, they begin dropped.
-        fill: Gives the first values.
+        first_values: Gives the first values.
         cuts: This rank's block of each parameter that tp or ep cuts, by name.
         wire: Type in which ranks send each other gradients.
         compressing: How ranks compress gradients that they send each other; None if they do not.
@@ -56,7 +54,7 @@ class Bucket:
         family: Family,
         dtype: torch.dtype,
         resident: bool,
-        fill: Fill,
+        first_values: FirstValues,
         cuts: Mapping[str, Cut],
         wire: torch.dtype = torch.float32,
         compressing: Compressing | None = None,
@@ -72,23 +70,29 @@ class Bucket:
             [(name, tuple(each.shape), memory_order(each)) for name, each in parameters], family.shard.size
         )
 
-        # Weights that are sometimes dropped need ordinary memory, which can be emptied.
-        allocate = new_buffer if resident else torch.empty
         elements, device = self.layout.elements, self.parameters[0].device
         kept = torch.float32 if self.trains else dtype  # the type of the master weights
-        first = allocate(elements, dtype=kept, device=device).zero_()
-        for slot, view in zip(self.layout.slots, self.layout.views(first), strict=True):
-            fill(slot.name, view)
-        self.weights = first
-        if dtype != kept:
-            self.weights = allocate(elements, dtype=dtype, device=device).copy_(first)
+        self._shares_memory = resident and dtype == kept
+        if resident:
+            first = self.weights = new_buffer(elements, dtype=kept, device=device).zero_()
+            for slot, view in zip(self.layout.slots, self.layout.views(first), strict=True):
+                first_values.fill(slot.name, view)
+            if dtype != kept:
+                self.weights = new_buffer(elements, dtype=dtype, device=device).copy_(first)
+        else:  # ordinary memory, which can be emptied
+            self.weights = torch.empty(elements, dtype=dtype, device=device)
         self._views = self.layout.views(self.weights)
         self._weight_parts = self.parts(self.weights)
-        self._shares_memory = resident and dtype == kept
         self._shard: StoredShard | None = None
         if storage is not None and storage.has_shards and not resident:
             self._shard = StoredShard(storage, self.layout.packed_elements, kept, trains=self.trains)
-        self._master = self._weight_parts if self._shares_memory else self._copied(self.parts(first))
+        if not resident:
+            self.weights.untyped_storage().resize_(0)  # until the first gather
+            self._master = self._filled(first_values, kept)
+        elif self._shares_memory:
+            self._master = self._weight_parts
+        else:
+            self._master = self._copied(self.parts(first))
         self._striped = Striped(family.shard, self.layout.stripes)
         self.gradients = Striped(family.reduce, self.layout.gradient_stripes)
         self.whole = self._shares_memory and family.shard.size == 1 and family.is_mean
@@ -152,13 +156,21 @@ class Bucket:
         """Return copies of the parts, as views of one new tensor."""
         if not parts:
             return []
-        if self._shard is not None and self._shard.parameters is not None:
-            packed = self._shard.parameters.tensor
-        else:
-            packed = parts[0].new_zeros(self.layout.packed_elements)
+        packed = parts[0].new_zeros(self.layout.packed_elements)
         copies = self.layout.packed_parts(packed, self.family.shard.index)
         torch._foreach_copy_(copies, list(parts))
         return copies
+
+    def _filled(self, first_values: FirstValues, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return this rank's rows with their first values, as views of one new tensor."""
+        if self._shard is not None and self._shard.parameters is not None:
+            packed = self._shard.parameters.tensor
+        else:
+            packed = self.weights.new_zeros(self.layout.packed_elements, dtype=dtype)
+        filled = self.layout.packed_parts(packed, self.family.shard.index)
+        for slot, part in zip(self.layout.slots, filled, strict=True):
+            first_values.fill_rows(slot.name, slot.shape, slot.rows(self.family.shard.index), part)
+        return filled
 
     @property
     def stores_gradients(self) -> bool:

@@ -29,7 +29,7 @@ def naive(setup: Setup) -> Strategy:
 @final
 class _Naive(Strategy):
     def __init__(self, setup: Setup) -> None:
-        self._frozen = setup.frozen
+        self._frozen = setup.take_frozen()
         self._families = {name: family for family, names in setup.families for name in names}
         self._cuts = setup.cuts
         self._named = [named for named in setup.model.named_parameters() if named[1].requires_grad]
@@ -37,7 +37,7 @@ class _Naive(Strategy):
         self._backward = NO_BACKWARD
         for name, parameter in self._named:
             first = torch.empty(parameter.shape, device=parameter.device)
-            setup.fill(name, first)
+            setup.first_values.fill(name, first)
             parameter.data = first
             # A hook that held this object would hold the parameter too, unseen by the garbage collector.
             ready: weakref.WeakMethod[Callable[[torch.Tensor], None]] = weakref.WeakMethod(self._ready)

@@ -52,7 +52,7 @@ class _ResidentWeights(Strategy):
         grouped = setup.buckets(partial(groups_by_size, capacity=setup.bucket), resident=True)
         buckets = [bucket for _, bucket in grouped]
         self._owned = [owned for bucket in buckets for owned in bucket.owned]
-        self._frozen = setup.frozen
+        self._frozen = setup.take_frozen()
         self.compressing = setup.compressing
         self._sums_stay = sums_stay
         self._update = WeightUpdate(setup.entry or setup.model, setup.model, setup.blocks, buckets[::-1])

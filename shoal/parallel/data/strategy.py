@@ -13,8 +13,9 @@ from torch import nn
 
 from shoal.parallel.axes import Axes, Family
 from shoal.parallel.data.blocks import Group, Run, parameter_runs
-from shoal.parallel.data.bucket import Bucket, Fill
+from shoal.parallel.data.bucket import Bucket
 from shoal.parallel.exchange.compressing import Compressing
+from shoal.parallel.first_values import FirstValues
 from shoal.parallel.layout import Cut
 from shoal.parallel.offload.storage import Storage
 from shoal.parallel.owned import Frozen, Owned
@@ -27,14 +28,14 @@ class Setup:
     """The input of a strategy.
 
     Attributes:
-        model: The whole model; its parameters' first values come from `fill`.
+        model: The whole model; its parameters' first values come from `first_values`.
         blocks: Its repeated parts, in forward order.
         axes: The axes to communicate over.
         dtype: Type of the weights that compute.
         bucket: Bytes at which a bucket is closed.
         wire: Type in which ranks send each other gradients.
         compressing: How ranks compress gradients that they send each other; None if they do not.
-        fill: Gives the first values.
+        first_values: Gives the first values.
         cuts: This rank's block of each parameter that tp or ep cuts, by name.
         narrowed: Names of the parameters that are whole on every rank of `axes.tp`, each of which computes
             with a part.
@@ -42,6 +43,7 @@ class Setup:
         tied: Names of the parameters that the first and the last pipeline stage share, on different ranks.
         lent: Names of the parameters that another stage of this rank uses too.
         in_fp32: Names of the parameters that compute in fp32 whatever `dtype` is.
+        unfilled: Names of the parameters that are not trained and whose values only `first_values` has.
         names: Names of the parameters that the strategy manages; None for all.
         entry: The module whose forward uses all these parameters; None for the model.
         storage: Where state is kept outside of the device; None if all is on it.
@@ -52,7 +54,7 @@ class Setup:
     axes: Axes
     dtype: torch.dtype
     bucket: int
-    fill: Fill
+    first_values: FirstValues
     wire: torch.dtype = torch.float32
     compressing: Compressing | None = None
     cuts: Mapping[str, Cut] = field(default_factory=dict)
@@ -61,6 +63,7 @@ class Setup:
     tied: frozenset[str] = frozenset()
     lent: frozenset[str] = frozenset()
     in_fp32: frozenset[str] = frozenset()
+    unfilled: frozenset[str] = frozenset()
     names: frozenset[str] | None = None
     entry: nn.Module | None = None
     storage: Storage | None = None
@@ -91,11 +94,16 @@ class Setup:
         """Return the type that a parameter computes in."""
         return torch.float32 if name in self.in_fp32 else self.dtype
 
-    @property
-    def frozen(self) -> Sequence[Frozen]:
-        """Return the parameters that are neither trained nor in buckets; this rank has all of each."""
+    def take_frozen(self, *, floating: bool = True) -> list[Frozen]:
+        """Fill the parameters that are neither trained nor in buckets; this rank has all of each.
+
+        Args:
+            floating: Whether to take those with floating values too.
+        """
         return [
-            self._frozen(name, parameter) for name, parameter in self.named if not parameter.requires_grad
+            self._frozen(name, parameter)
+            for name, parameter in self.named
+            if not parameter.requires_grad and (floating or not parameter.is_floating_point())
         ]
 
     def buckets(
@@ -127,7 +135,7 @@ class Setup:
                     family=family,
                     dtype=dtype,
                     resident=resident,
-                    fill=self.fill,
+                    first_values=self.first_values,
                     cuts=self.cuts,
                     wire=self.wire,
                     compressing=self.compressing,
@@ -138,6 +146,9 @@ class Setup:
         ]
 
     def _frozen(self, name: str, parameter: nn.Parameter) -> Frozen:
+        if name in self.unfilled:
+            parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+            self.first_values.fill(name, parameter.data)
         cut = self.cuts.get(name)
         family = self._family(name, parameter)
         is_first = family.shard.index == 0 and family.is_first

@@ -60,7 +60,7 @@ class _ShardedWeights(Strategy):
             self._positions[group.blocks[0] if group.blocks else -1].append(position)
             held[group.blocks[0] if group.blocks else -1].append(bucket)
             trained.append(bucket)
-        fixed = [each for each in setup.frozen if not each.local.is_floating_point()]
+        fixed = setup.take_frozen(floating=False)
         for group, bucket in setup.buckets(groups_by_block, resident=False, are_trained=False):
             held[group.blocks[0] if group.blocks else -1].append(bucket)
             fixed += bucket.frozen

@@ -4,7 +4,7 @@
 "colwise" by outputs, "rowwise" by inputs. Norms of each head stay whole, and each rank has a part of their
 gradient. Anything that a layout cannot express is refused: other ways to split, and other parameters that
 work on a rank's own heads or features. Dropout that would make the ranks' copies of the residual stream
-differ is refused too.
+differ is refused too. Experts are not split: every rank has all of them, for its part of the tokens.
 
 The embedding and the head are split by the vocabulary if they only look up and multiply; then the `logits` of
 the model's output are `SplitLogits`. Otherwise they stay whole on every rank, and only `tensor=plain` works:
@@ -20,13 +20,16 @@ from typing import Any
 from torch import nn
 
 from shoal.errors import PlanError
+from shoal.models import base_layer
 from shoal.parallel.tensor.tensor_layout import Split, TensorLayout
 
 __all__ = ["fit_heads", "has_tensor_plan", "layout_of_hugging_face", "splits_attention"]
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj")
 _NORMS_OF_HEADS = "replicated_with_grad_allreduce"
+_EXPERTS = ("moe_tp_experts", "packed_colwise")
 _CHANGE_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
+_DRAWS = ("dropout", "pdrop", "jitter")
 _HARMLESS_DROPOUT = ("attention", "attn", "classifier", "summary")  # in attention, and for other tasks
 
 
@@ -116,7 +119,11 @@ def _planned(model: Any, plan: Mapping[str, str]) -> dict[str, dict[str, str]]:
         if style is not None:
             parent, _, child = member.rpartition(".")
             planned.setdefault(parent, {})[child] = style
-    return planned
+    return {
+        name: styles
+        for name, styles in planned.items()
+        if not any(style in _EXPERTS for style in styles.values())
+    }
 
 
 def _attention(model: nn.Module, name: str, module: Any, columns: list[str], rows: list[str]) -> Split:
@@ -165,7 +172,7 @@ def _require_known(model: nn.Module, name: str, styles: Mapping[str, str]) -> No
             raise _refused(
                 model, f"its plan splits {name}.{child} as {style!r}, which a TensorLayout cannot express"
             )
-        layer = getattr(module, child)
+        layer = base_layer(getattr(module, child))
         if style != _NORMS_OF_HEADS and type(layer) is not nn.Linear:
             raise _refused(model, f"its plan splits {name}.{child}, which is a {type(layer).__name__}")
 
@@ -182,7 +189,7 @@ def _require_no_dropout(model: nn.Module, config: Any) -> None:
     rates = {
         f"config.{name}": value
         for name, value in vars(config).items()
-        if ("dropout" in name or "pdrop" in name) and not name.startswith(_HARMLESS_DROPOUT)
+        if any(word in name for word in _DRAWS) and not name.startswith(_HARMLESS_DROPOUT)
     }
     rates |= {name: module.p for name, module in model.named_modules() if isinstance(module, nn.Dropout)}
     for name, rate in rates.items():

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.errors import ModelError, PlanError
+from shoal.models.documents import Documents
 from shoal.parallel.axes import Axes
 from shoal.parallel.communication import Axis
 from shoal.parallel.data.blocks import find_blocks
@@ -36,6 +37,7 @@ from shoal.parallel.tensor.tensor_layout import Split, TensorLayout
 
 __all__ = [
     "attend_over_ranks",
+    "beside_attention",
     "query_heads",
     "refuse_labels",
     "require_attention",
@@ -78,7 +80,7 @@ def split_stream(model: Any, layout: TensorLayout, axes: Axes) -> None:
 def attend_over_ranks(
     model: Any,
     size: int,
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor],
+    attend: Callable[..., Tensor],
     positions: Callable[[int, torch.device], Tensor],
 ) -> None:
     """Make a model's attention reach over the ranks that hold parts of a sequence, in place.
@@ -87,17 +89,18 @@ def attend_over_ranks(
         model: A model of transformers, for which `require_attention` passes.
         size: Number of the ranks.
         attend: Causal attention of query `[batch, heads, seq / size, head_dim]` to keys and values
-            `[batch, kv_heads, seq / size, head_dim]`.
+            `[batch, kv_heads, seq / size, head_dim]`, within `documents`.
         positions: Gives the positions `[seq / size]` that this rank holds, given `seq / size` and a device.
     """
     from transformers import AttentionInterface
 
     AttentionInterface.register(_REGISTERED, _registered)
     model.set_attn_implementation(_REGISTERED)
+    packing = _Packing()
     for module in model.modules():  # transformers decides which module attends; it may be any
-        module.attend = attend
+        module.attend, module.packing = attend, packing
     model.base_model.register_forward_pre_hook(
-        partial(_hold_positions, size=size, positions=positions), with_kwargs=True
+        partial(_hold_positions, size=size, positions=positions, packing=packing), with_kwargs=True
     )
 
 
@@ -124,17 +127,11 @@ def require_attention(model: Any) -> None:
         ModelError: Its attention cannot, or something else looks along a sequence.
     """
     config = model.config
-    takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
-    kinds = set(getattr(config, "layer_types", None) or ()) - {*_ATTENDED}
-    along = [name for name, module in model.named_modules() if isinstance(module, _ALONG_THE_SEQUENCE)]
     counted = [kind for kind in _rotary_kinds(config) if kind in _COUNTED]
     rate = max(getattr(config, name, None) or 0.0 for name in ("attention_dropout", "attn_pdrop"))
     problems = {
         "its attention does not use transformers' AttentionInterface": not model._supports_attention_backend,
-        "its base model takes no position_ids": not takes_positions,
-        "it is not a causal decoder": config.is_encoder_decoder or not getattr(config, "is_causal", True),
-        f"it has layers of {', '.join(sorted(kinds))}": kinds,
-        f"{''.join(along[:1])} reads several positions of the sequence": along,
+        **beside_attention(model),
         f"its rotary embedding is {''.join(counted[:1])}, which depends on the sequence length": counted,
         "it caps the attention scores": getattr(config, "attn_logit_softcapping", None),
         f"its attention has a dropout of {rate}, and the dropout masks would depend on the Plan": rate,
@@ -142,6 +139,20 @@ def require_attention(model: Any) -> None:
     for problem, is_there in problems.items():
         if is_there:
             raise _refused(model, problem)
+
+
+def beside_attention(model: Any) -> dict[str, bool]:
+    """Return what may look along a sequence beside causal attention: problems, each true if it is there."""
+    config = model.config
+    takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
+    kinds = set(getattr(config, "layer_types", None) or ()) - {*_ATTENDED}
+    along = [name for name, module in model.named_modules() if isinstance(module, _ALONG_THE_SEQUENCE)]
+    return {
+        "its base model takes no position_ids": not takes_positions,
+        "it is not a causal decoder": config.is_encoder_decoder or not getattr(config, "is_causal", True),
+        f"it has layers of {', '.join(sorted(kinds))}": bool(kinds),
+        f"{''.join(along[:1])} reads several positions of the sequence": bool(along),
+    }
 
 
 def require_window(config: Any, sequence: int) -> None:
@@ -163,6 +174,14 @@ def require_window(config: Any, sequence: int) -> None:
             possible=f"sequences of up to {window} tokens, or cp=1",
             change=f"use sequence={window} or less, or leave out cp",
         )
+
+
+@final
+class _Packing:
+    """Whether the samples of the present forward are packed: then attention must be told their documents."""
+
+    def __init__(self) -> None:
+        self.is_on = False
 
 
 def _rotary_kinds(config: Any) -> list[str]:
@@ -245,9 +264,10 @@ def _hold_positions(
     *,
     size: int,
     positions: Callable[[int, torch.device], Tensor],
+    packing: _Packing,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Give a base model the positions of its part."""
-    for name in ("attention_mask", "position_ids", "past_key_values"):
+    """Give a base model the positions of its part, and its attention the documents of packed samples."""
+    for name in ("attention_mask", "past_key_values"):
         if named.get(name) is not None:
             raise ModelError(
                 f"{name} was given to {type(module).__name__}, whose sequences context parallelism cuts",
@@ -258,7 +278,18 @@ def _hold_positions(
     tokens = args[0] if args else named.get("input_ids")
     held = tokens if tokens is not None else named["inputs_embeds"]
     require_window(module.config, held.shape[1] * size)
-    return args, {**named, "position_ids": positions(held.shape[1], held.device)[None]}
+    own, whole = positions(held.shape[1], held.device), named.get("position_ids")
+    packing.is_on = whole is not None
+    if whole is None:
+        return args, {**named, "position_ids": own[None]}
+    if whole.shape[1] != held.shape[1] * size:
+        raise ModelError(
+            f"position_ids of {whole.shape[1]} positions were given to {type(module).__name__}, and its "
+            f"samples have {held.shape[1] * size} tokens",
+            possible="the positions of the whole samples, of which each rank takes its own",
+            change="give position_ids [batch, seq], not a part of them",
+        )
+    return args, {**named, "position_ids": whole[:, own], "documents": Documents(whole)}
 
 
 def _require_no_labels(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -279,6 +310,7 @@ def _registered(
     scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
+    documents: Documents | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention as transformers calls it; all options but the scale must be causal attention's.
@@ -298,6 +330,7 @@ def _registered(
         f"has a dropout of {dropout}": dropout,
         f"gets {', '.join(told)}": told,
         "has values and keys of different widths": value.shape[-1] != key.shape[-1],
+        "is not told the documents of packed samples": documents is None and module.packing.is_on,
     }
     for problem, is_there in problems.items():
         if is_there:
@@ -305,7 +338,7 @@ def _registered(
     usual = 1 / math.sqrt(query.shape[-1])
     if scaling is not None and not math.isclose(scaling, usual):
         query = query * (scaling / usual)
-    mixed: Tensor = module.attend(query, key, value)
+    mixed: Tensor = module.attend(query, key, value, documents=documents)
     return mixed.transpose(1, 2).contiguous(), None
 
 

@@ -137,7 +137,7 @@ class Stage:
         """Run the stage.
 
         Args:
-            inputs: The model's input, such as tokens `[batch, seq]`.
+            inputs: The model's input, such as tokens `[batch, seq]`, or a mapping of its inputs by name.
             hidden: Output of the previous stage, such as `[batch, seq, hidden]`; None for the first stage.
             named: Further arguments of the model.
 
@@ -151,7 +151,10 @@ class Stage:
         assert (hidden is None) == self.is_first
         with self._forward.through(hidden, self.pieces) as forward, self._gaps():
             try:
-                output = self.module(inputs, **named)
+                if isinstance(inputs, Mapping):
+                    output = self.module(**inputs, **named)
+                else:
+                    output = self.module(inputs, **named)
                 is_whole = self.is_last
             except EndOfStage:
                 output = forward.leaving

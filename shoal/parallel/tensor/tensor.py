@@ -25,6 +25,7 @@ from shoal.parallel.communication import Axis
 from shoal.parallel.hugging_face.layout import fit_heads, has_tensor_plan, layout_of_hugging_face
 from shoal.parallel.layout import Cut
 from shoal.parallel.pipeline.deferred import Deferral
+from shoal.parallel.tensor.adapters import split_layers
 from shoal.parallel.tensor.named_layers import (
     full_name,
     linear_layer,
@@ -97,7 +98,7 @@ def cut_tensors(model: nn.Module, layout: TensorLayout, plan: Plan, index: int) 
             possible="tensor=plain, or a model and a layout that let the sequence be split",
             change="add tensor=plain",
         )
-    for name, module, split in matching_modules(model, layout):
+    for name, module, split in split_layers(model, layout):
         require_whole_parts(module, name, split)
         for child, units in split.columns.items():
             layer, full = linear_layer(module, name, child), full_name(name, child)
@@ -157,8 +158,9 @@ def tensor_parallel(
     common: dict[str, Any] = {"axis": axis, "sequence": sequence, "overlap": overlap, "deferral": deferral}
     columned: Any = partial(column_products, **common)
     rowed: Any = partial(row_product, **common)
-    for name, module, split in matching_modules(model, layout):
+    for _, module, split in matching_modules(model, layout):
         fit_heads(module, split, axis.size)
+    for name, module, split in split_layers(model, layout):
         columns = _Columns(
             [module.get_submodule(child) for child in split.columns],
             [cuts.narrowed.get(f"{full_name(name, child)}.weight") for child in split.columns],

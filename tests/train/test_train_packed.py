@@ -1,0 +1,194 @@
+"""Packed samples: documents in a sample train as they would apart."""
+
+import numpy as np
+import pytest
+import torch
+from run_stand_ins import train as command
+
+from shoal.cli.main import main
+from shoal.data import Packed, PackedSamples, TokenSamples
+from shoal.models import Transformer, TransformerConfig, next_token_loss
+from shoal.plan import Plan
+from shoal.run import Run
+from shoal.train import Trainer
+
+END, SEQ, BATCH, STEPS = 0, 32, 4, 2
+SHAPE = {"vocab_size": 61, "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "seq": SEQ}
+OF_HUGGING_FACE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": SEQ,
+    "use_cache": False,
+}
+
+
+def stream():
+    """A stream of documents of 1 to 40 tokens, each of which ends with `END`."""
+    chance = np.random.default_rng(3)
+    documents = [[*chance.integers(1, 61, chance.integers(0, 40)), END] for _ in range(60)]
+    return np.array([token for document in documents for token in document])
+
+
+def samples():
+    return PackedSamples(TokenSamples(stream(), SEQ), END)
+
+
+def build(kind):
+    torch.manual_seed(0)
+    if kind == "own":
+        model = Transformer(TransformerConfig(**SHAPE))
+        model.initialize(1)
+        return model
+    import transformers
+
+    changes = {"n_positions": SEQ} | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    config = transformers.AutoConfig.for_model(kind, **OF_HUGGING_FACE, **(changes if kind == "gpt2" else {}))
+    return transformers.AutoModelForCausalLM.from_config(config).float().train()
+
+
+def pieces_of(tokens, targets):
+    """The documents of one window, each with its targets; a single token that ends one has none."""
+    ends = [*(np.flatnonzero(tokens == END) + 1), len(tokens)]
+    starts = [0, *ends[:-1]]
+    for start, stop in zip(starts, ends, strict=True):
+        kept = slice(start, stop - 1 if tokens[stop - 1] == END else stop)
+        if start < kept.stop:
+            yield tokens[kept], targets[kept]
+
+
+def test_positions_begin_anew_in_each_document_and_its_end_has_no_target():
+    packed = PackedSamples(TokenSamples(np.array([5, 0, 7, 8, 9, 0, 0, 4, 3]), 8), END)
+    inputs, targets = packed[0]
+    assert isinstance(inputs, Packed)
+    assert inputs.tokens.tolist() == [5, 0, 7, 8, 9, 0, 0, 4]
+    assert inputs.position_ids.tolist() == [0, 1, 0, 1, 2, 3, 0, 0]
+    assert targets.tolist() == [0, -100, 8, 9, 0, -100, -100, 3]
+
+
+@pytest.mark.parametrize("kind", ["own", "llama", "gpt2"])
+def test_the_loss_of_packed_samples_is_the_mean_over_their_documents_apart(kind):
+    if kind != "own":
+        pytest.importorskip("transformers")
+    model, total, count = build(kind), 0.0, 0
+    packed = samples()
+    inputs, targets = packed.batch(np.arange(BATCH))
+    loss = next_token_loss(model(inputs.tokens, position_ids=inputs.position_ids), targets)
+    raw_tokens, raw_targets = TokenSamples(stream(), SEQ).batch(np.arange(BATCH))
+    number = 0
+    for tokens, wanted in zip(raw_tokens.numpy(), raw_targets.numpy(), strict=True):
+        for document, after in pieces_of(tokens, wanted):
+            number += 1
+            apart = model(torch.tensor(document)[None])
+            total += next_token_loss(apart, torch.tensor(after)[None]).item() * len(after)
+            count += len(after)
+    assert number > 2 * BATCH
+    assert count == (targets != -100).sum()
+    assert loss.item() == pytest.approx(total / count, rel=1e-5)
+
+
+def train(kind, plan):
+    """Losses and weights after some steps."""
+    trainer = Trainer(build(kind), samples(), plan, batch=BATCH, steps=STEPS, sequence=SEQ)
+    losses = [trainer.step().loss for _ in range(STEPS)]
+    losses.append(trainer.validate(samples(), 6))
+    trainer.close()
+    return losses, trainer.parallel.full_state_dict()
+
+
+@pytest.fixture(scope="module")
+def alone():
+    known = {}
+
+    def trained(kind):
+        if kind not in known:
+            known[kind] = train(kind, "dp=1,microbatch=4")
+        return known[kind]
+
+    return trained
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        ("own", "dp=2,shard=zero3,microbatch=1"),
+        ("own", "cp=2"),
+        ("own", "cp=2,context=ulysses,recompute=full"),
+        ("own", "cp=4,recompute=selective"),
+        ("own", "tp=2,microbatch=2"),
+        ("own", "tp=2,tensor=plain"),
+        ("own", "pp=2,microbatch=1"),
+        ("own", "dp=1,recompute=full,compile=blocks"),
+        ("own", "pp=2,cp=2,microbatch=2"),
+        ("llama", "dp=2,shard=zero3,microbatch=1"),
+        ("llama", "cp=2"),
+        ("llama", "cp=2,context=ulysses,tp=2"),
+        ("llama", "tp=2"),
+        ("llama", "pp=2,microbatch=1,recompute=full"),
+        ("gpt2", "pp=2,microbatch=1"),
+        ("gpt2", "cp=2"),
+    ],
+)
+def test_packed_samples_train_under_a_plan_as_on_one_device(ranks, alone, kind, plan):
+    if kind != "own":
+        pytest.importorskip("transformers")
+    losses, weights = alone(kind)
+    results = ranks.run(train, Plan.parse(plan).ranks, kind, plan)
+    for found, _ in results:
+        assert found == pytest.approx(losses, rel=1e-4)
+    for name, value in weights.items():
+        torch.testing.assert_close(results[0][1][name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_the_command_trains_and_goes_on_with_boundaries(ranks, tiny_run, tmp_path):
+    words = [*tiny_run, "--set", "data.boundaries=true", "--set", "steps=3"]
+    command(ranks, [*words, "--plan", "pp=2", "--run", "whole"], tmp_path, on=2)
+    command(ranks, [*words, "--set", "steps=2", "--plan", "cp=2", "--run", "parts"], tmp_path, on=2)
+    command(ranks, ["--resume", "parts", "--set", "steps=3", "--plan", "dp=1"], tmp_path)
+    whole, parts = (
+        [each["loss"] for each in Run.open(tmp_path / name).metrics() if "loss" in each]
+        for name in ("whole", "parts")
+    )
+    assert parts[:2] == pytest.approx(whole[:2], rel=1e-4)
+    assert len(parts) == 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["data.tokenizer=ids:256"], "'ids:256' has no token that ends a document"),
+        (
+            ["model=own_model_at_home:build"],
+            "Plain cannot keep the documents of packed samples apart: its forward",
+        ),
+    ],
+)
+def test_what_cannot_keep_documents_apart_is_refused_by_name(
+    tiny_run, tmp_path, monkeypatch, capfd, settings, said
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_model_at_home.py").write_text(OWN)
+    words = [*tiny_run, "--set", "model_options={}", "--set", "data.boundaries=true"]
+    words += [word for each in settings for word in ("--set", each)]
+    assert main(["train", *words, "--nproc", "1", "--run", "run"]) == 2
+    assert said in capfd.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+OWN = """
+from torch import nn
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(256, 256)
+
+    def forward(self, tokens):
+        return self.embed(tokens)
+
+def build():
+    return Plain()
+"""
