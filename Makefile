@@ -67,7 +67,7 @@ $(VENV)/.ready-dev: pyproject.toml constraints.txt $(CORE) | $(VENV)/bin/python
 $(OLDEST)/.ready: pyproject.toml constraints-oldest.txt $(CORE) | $(OLDEST)/bin/python
 	@echo "installing Shoal, and the oldest PyTorch and transformers for it, into $(OLDEST) (once, some minutes)"
 	$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check \
-	  --constraint constraints-oldest.txt --editable '.[dev,hf]'
+	  --constraint constraints-oldest.txt --editable '.[dev,hf,lora]'
 	@touch $@
 
 $(VENV)/bin/python $(OLDEST)/bin/python:
