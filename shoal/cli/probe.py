@@ -9,7 +9,7 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,6 +71,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         type=Path,
         help="measure nothing: fit the measurements that --json printed to this file",
     )
+    parser.add_argument(
+        "--files",
+        metavar="DIR",
+        type=Path,
+        help="also measure the file system of this folder, for Plans with `offload`",
+    )
     parser.add_argument("--ranks", metavar="N", type=int, help="local ranks to start")
     parser.add_argument(
         "--backend",
@@ -117,6 +123,7 @@ def _on_this_machine(args: argparse.Namespace, nursery: Nursery | None) -> int:
     _require_writable(args.out)
     words = ["probe", f"--out={args.out}", f"--name={args.name}", f"--backend={backend}"]
     words += [f"--links={args.links}"] if args.links else []
+    words += [f"--files={args.files}"] if args.files else []
     words += [f"--{flag}" for flag in ("quick", "json") if getattr(args, flag)]
     try:
         command = [sys.executable, "-m", "shoal.cli.main", *words]
@@ -171,17 +178,21 @@ def _require_writable(path: Path) -> None:
 def _measure(args: argparse.Namespace, backend: str, ranks: Ranks) -> int:
     from shoal.bench.run import stdout_for_data
     from shoal.bench.world import joined
-    from shoal.probe import QUICK, THOROUGH, Place, probe
+    from shoal.probe import QUICK, THOROUGH, Place, measure_files, probe
 
     def say(text: str) -> None:
         if ranks.rank == 0:
             print(f"measuring {text}", file=sys.stderr)
 
+    effort, files = QUICK if args.quick else THOROUGH, 0.0
+    if args.files is not None and ranks.rank == 0:
+        say("files")
+        files = measure_files(args.files, effort)  # while the other ranks wait
     with stdout_for_data(), joined(ranks):
         place = Place.find(ranks, backend)
-        probed = probe(place, args.name or args.out.stem, QUICK if args.quick else THOROUGH, say)
+        probed = probe(place, args.name or args.out.stem, effort, say)
         if ranks.rank == 0:
-            _tell(args, probed)
+            _tell(args, probed, files)
     return 0
 
 
@@ -191,13 +202,17 @@ def _fit_again(args: argparse.Namespace) -> int:
 
     _require_writable(args.out)
     measured, sheet = read_measurements(args.measurements)
-    _tell(args, fitted(measured, sheet, args.name or args.out.stem))
+    _tell(args, fitted(measured, sheet, args.name or args.out.stem), 0.0)
     return 0
 
 
-def _tell(args: argparse.Namespace, probed: Probed) -> None:
-    """Write the description, and print it with its errors."""
+def _tell(args: argparse.Namespace, probed: Probed, files: float) -> None:
+    """Write the description, and print it with its errors; `files` are bytes/s, 0 if not measured."""
     cluster = probed.cluster
+    if files:
+        devices = probed.sheet.devices_per_host
+        host = replace(cluster.host, devices=devices, file_bandwidth=files, source=probed.sheet.source)
+        cluster = cluster.replace(host=host)
     if args.links:
         cluster = cluster.with_links_of(Cluster.parse(args.links))
     cluster.write(args.out)
@@ -242,6 +257,8 @@ def _text(probed: Probed, cluster: Cluster) -> str:
         facts.append(
             ("ranks vary", f"by {cluster.jitter:.1%}, and by {1e3 * cluster.noise:.2g} ms in a second")
         )
+    if cluster.host.file_bandwidth:
+        facts.append(("files", f"{cluster.host.file_bandwidth / 1e9:.3g} GB/s, written and read by turns"))
     for level in cluster.levels:
         if level.devices > 1:
             facts.append(

@@ -30,6 +30,7 @@ from shoal.parallel.float8 import use_float8
 from shoal.parallel.hugging_face.layout import has_tensor_plan
 from shoal.parallel.hugging_face.sequence import refuse_labels, split_stream, use_no_cache
 from shoal.parallel.offload.storage import Storage
+from shoal.parallel.offload.stored_activations import store_activations
 from shoal.parallel.parallel import Parallel
 from shoal.parallel.pipeline.deferred import Deferral, put_off_products
 from shoal.parallel.pipeline.piece_memory import Batch
@@ -153,6 +154,8 @@ def parallelize(
         strategies, pipeline = [_strategy(setup, plan)], None
     else:
         strategies, pipeline = _staged(setup, pieces, plan, deferral, recorder, on)
+    if storage is not None and storage.tiers.activations == "file":
+        store_activations(storage, model, blocks)
     return Parallel(
         model,
         plan,

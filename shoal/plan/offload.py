@@ -5,8 +5,9 @@ The text form joins parts by `+`, each with its place: `optimizer:file+gradients
     optimizer    the optimizer's state of each element, such as Adam's moments
     gradients    shards of the sums of gradients
     parameters   shards of the parameters, from which each block gathers its weights
+    activations  what the blocks' forwards save for backward
 
-The optimizer reads and writes these block by block, so gradients and parameters go with the optimizer.
+The optimizer reads and writes the first three block by block, so gradients and parameters go with it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ PLACES: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("host", "file"),
     "gradients": ("file",),
     "parameters": ("file",),
+    "activations": ("file",),
 }
 """The places of each part, beside the device."""
 
@@ -48,11 +50,13 @@ class Tiers:
         optimizer: The place of the optimizer's state.
         gradients: The place of the shards of gradients.
         parameters: The place of the shards of parameters.
+        activations: The place of what blocks save for backward.
     """
 
     optimizer: str = "device"
     gradients: str = "device"
     parameters: str = "device"
+    activations: str = "device"
 
     @classmethod
     def parse(cls, text: str) -> Tiers:
@@ -95,7 +99,7 @@ class Tiers:
                 possible="offload with exchange=bucketed",
                 change="leave out offload, or leave out exchange",
             )
-        if self.optimizer != "file" and set(self.moved) - {"optimizer"}:
+        if self.optimizer != "file" and not {"gradients", "parameters"}.isdisjoint(self.moved):
             raise PlanError(
                 f"{given} was given, and the optimizer would hold its state in memory for all parameters",
                 possible="gradients and parameters in files together with the optimizer's state",

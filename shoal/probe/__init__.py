@@ -5,6 +5,7 @@ Nouns: Place (the ranks and their hosts), Measurement (an operation with its mea
     calls `probe`; `shoal probe` starts the ranks.
 """
 
+from shoal.probe.files import measure_files
 from shoal.probe.measurements import (
     AttentionTime,
     CollectiveTime,
@@ -39,6 +40,7 @@ __all__ = [
     "SendTime",
     "fitted",
     "measure_device",
+    "measure_files",
     "probe",
     "read_measurements",
     "read_sheet",

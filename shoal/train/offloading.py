@@ -39,7 +39,8 @@ def require_offload(config: TrainConfig, plan: Plan, run: Path, model: nn.Module
     """
     if not plan.tiers.has_files:
         return
-    require_elementwise(config.optimizer, plan.offload)
+    if plan.tiers.optimizer != "device":
+        require_elementwise(config.optimizer, plan.offload)
     folder = offload_folder(config, run).absolute()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     needed, free = _bytes_here(config.optimizer, plan, model), os.statvfs(there)
@@ -62,7 +63,7 @@ def _bytes_here(optimizer: OptimizerConfig, plan: Plan, model: nn.Module) -> int
     elements = sum(each.numel() for each in model.parameters() if each.requires_grad)
     moved = plan.tiers.moved
     states = _STATES.get(optimizer.name, int("momentum" in optimizer.options))
-    arrays = states + ("gradients" in moved) + ("parameters" in moved)
+    arrays = states * ("optimizer" in moved) + ("gradients" in moved) + ("parameters" in moved)
     shards = plan.shards * plan.cp if plan.sharding.cuts_optimizer else 1
     of_rank = _FP32 * arrays * elements // (shards * plan.tp * plan.pp)
     return of_rank * int(os.environ.get("LOCAL_WORLD_SIZE", plan.ranks))

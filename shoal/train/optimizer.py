@@ -74,7 +74,7 @@ def build_optimizer(
     if factory is None and config.name == "adamw":
         arguments = {**_of_adamw(config), **arguments}
     make = _find(config, factory)
-    if parallel.storage is not None:
+    if parallel.storage is not None and parallel.plan.tiers.optimizer != "device":
         if factory is None:
             require_elementwise(config, parallel.plan.offload)
         make = partial(OffloadedOptimizer, parallel, make=make)

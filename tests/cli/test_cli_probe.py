@@ -18,12 +18,14 @@ BATCH = 4
 
 def test_one_rank_writes_a_description_that_loads(programs, tmp_path):
     file = tmp_path / "cluster.toml"
-    done = programs.run(["probe", "--quick", "--ranks=1", f"--out={file}", "--json"])
+    words = ["probe", "--quick", "--ranks=1", f"--out={file}", f"--files={tmp_path}", "--json"]
+    done = programs.run(words)
     assert done.returncode == 0, done.stderr
     content = json.loads(done.stdout)
     cluster = Cluster.read(file)
     assert cluster.name == content["cluster"]["name"] == "cluster"
     assert cluster.devices == 1
+    assert 1e6 < cluster.host.file_bandwidth < 1e12
     assert {each["quantity"] for each in content["errors"]} >= {"products fp32", "passes over memory"}
     assert f"description written to {file}" in done.stderr
 

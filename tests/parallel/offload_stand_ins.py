@@ -13,6 +13,7 @@ from shoal.data import as_samples
 from shoal.errors import OffloadError, ShoalError
 from shoal.models import build, next_token_loss
 from shoal.parallel import OffloadedOptimizer, parallelize
+from shoal.parallel.offload import stored_activations
 from shoal.train import OptimizerConfig, Trainer
 
 STEPS, BATCH, SEQUENCE = 5, 8, 12
@@ -44,7 +45,7 @@ def trainer_of(
 ) -> Trainer:
     model = build("tiny", overrides=SHAPE, device="meta")
     options = dict(settings.pop("options", {}))
-    if "offload" in plan:
+    if "optimizer:" in plan:
         options["block"] = BLOCK
     return Trainer(
         model,
@@ -65,8 +66,19 @@ def followed(trainer: Trainer, steps: int = STEPS) -> Followed:
     return [(result.loss, result.gradient_norm) for result in results]
 
 
-def trained(plan: str, folder: Path, **settings: Any) -> tuple[Followed, dict[str, torch.Tensor]]:
-    """Losses and norms, and the whole model after the last step, on rank 0."""
+def trained(
+    plan: str, folder: Path, least: int = 0, **settings: Any
+) -> tuple[Followed, dict[str, torch.Tensor]]:
+    """Losses and norms, and the whole model after the last step, on rank 0.
+
+    Args:
+        plan: The Plan.
+        folder: Folder of the files.
+        least: Bytes of the smallest activation that moves; 0 for the usual number.
+        settings: Settings of the optimizer.
+    """
+    if least:
+        stored_activations._LEAST = least
     trainer = trainer_of(plan, folder, **settings)
     losses = followed(trainer)
     assert not any(folder.iterdir())  # the files have no names

@@ -46,11 +46,12 @@ def assert_equal(one, other):
         assert torch.equal(other[1][name], value), name
 
 
-def both(ranks, plan, offload, folder, **settings):
+def both(ranks, plan, offload, folder, least=0, **settings):
     size = Plan.parse(plan).ranks
-    run = (lambda text: trained(text, folder, **settings)) if size == 1 else None
     results = [
-        run(text) if run else ranks.run(trained, size, text, folder, **settings)[0]
+        trained(text, folder, least, **settings)
+        if size == 1
+        else ranks.run(trained, size, text, folder, least)[0]
         for text in (plan, f"{plan},{offload}")
     ]
     assert_equal(*results)
@@ -229,3 +230,18 @@ def test_a_disk_that_is_full_in_the_middle_is_named_and_the_last_checkpoint_is_i
     assert said.startswith("cannot write the optimizer's exp_avg")
     assert "No space left" in said
     assert taken_up == expected
+
+
+@pytest.mark.parametrize(
+    ("plan", "offload"),
+    [
+        ("dp=1", "activations:file"),
+        ("dp=1,microbatch=2,precision=bf16,recompute=full", "activations:file"),
+        ("dp=1,recompute=selective", "optimizer:file+activations:file"),
+        ("dp=2,tp=2,microbatch=2", "activations:file"),
+        ("dp=2,shard=zero3,microbatch=2", "optimizer:file+gradients:file+parameters:file+activations:file"),
+        ("dp=1,pp=2,microbatch=1,schedule=zb-h1", "activations:file"),
+    ],
+)
+def test_with_activations_in_files_a_training_has_the_same_bits(ranks, tmp_path, plan, offload):
+    both(ranks, plan, f"offload={offload}", tmp_path, least=256)

@@ -69,15 +69,15 @@ class Storage:
 
         Raises:
             ConfigError: There are to be files, and there is no folder.
-            LayoutError: Gradients or parameters of a GPU are to be in files.
+            LayoutError: Other state of a GPU than the optimizer's is to be in files.
         """
         tiers = plan.tiers
         if not tiers.moved or (device.type == "cpu" and not tiers.has_files):
             return None
-        if device.type != "cpu" and "file" in (tiers.gradients, tiers.parameters):
+        if device.type != "cpu" and set(tiers.moved) - {"optimizer"}:
             raise LayoutError(
                 f"offload={tiers} was given for a rank on {device.type}",
-                possible="on GPUs optimizer:host and optimizer:file; gradients and parameters on CPUs alone",
+                possible="on GPUs optimizer:host and optimizer:file; other parts on CPUs alone",
                 change="offload the optimizer's state alone",
             )
         if tiers.has_files and folder is None:
@@ -118,11 +118,12 @@ class Storage:
         """Run a move of a segment in another thread."""
         return self._threads.submit(move, *arguments)
 
-    def write_behind(self, move: Callable[..., None], *arguments: Any) -> None:
-        """Start a write that nobody waits for before `settle`, once at most one other is running."""
+    def write_behind(self, move: Callable[..., None], *arguments: Any) -> Future[None]:
+        """Start a write, once at most one other is running; `settle` waits for both."""
         while len(self._writing) > 1:
             self._writing.pop(0).result()
         self._writing.append(self.start(move, *arguments))
+        return self._writing[-1]
 
     def settle(self) -> None:
         """Wait for the writes behind.

@@ -1,0 +1,200 @@
+"""Activations in a file, from a block's forward to its backward.
+
+Autograd saves tensors for backward; hooks put those of blocks into a file and bring them back (torch's
+`saved_tensors_hooks`). A tensor's whole storage moves, once for each block and state of its values, so that a
+restored tensor has the strides that it had: kernels then give the same bits. Tensors stay in memory that are
+small, are views of something larger, or belong to parameters and buffers.
+
+Writes run behind the forward. The first tensor that a block's backward asks for starts the reads of all of
+its tensors, and of those of the block before. With recompute=full a block's input is all that it saves.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from shoal.parallel.offload.state_file import Segment, aligned_buffer
+from shoal.parallel.offload.storage import Storage
+from shoal.plan import GRANULE
+
+__all__ = ["store_activations"]
+
+_LEAST = 1 << 16
+"""Bytes of the smallest storage that moves."""
+
+_CHUNK = 1 << 26
+"""Bytes of the file that are reserved at once."""
+
+
+def store_activations(storage: Storage, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Make blocks keep what they save for backward in a file; wraps their forward, within their hooks."""
+    space = _Space(storage)
+    buffers = [buffer for buffer in model.buffers() if not buffer.is_meta]
+    for block in blocks:
+        block.forward = _storing(block, block.forward, space, buffers)
+
+
+def _storing(
+    block: nn.Module, forward: Callable[..., Any], space: _Space, buffers: Sequence[torch.Tensor]
+) -> Callable[..., Any]:
+    def stored(*inputs: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*inputs, **named)
+        own = {each.untyped_storage().data_ptr() for each in (*block.parameters(), *buffers)}
+        saved = _Saved(space, own)
+        with saved_tensors_hooks(saved.pack, _unpack):
+            output = forward(*inputs, **named)
+        saved.end()
+        return output
+
+    return stored
+
+
+@dataclass(slots=True)
+class _Place:
+    """A range of the file, and the last write to it."""
+
+    segment: Segment
+    first: int
+    written: Future[None] | None = None
+
+
+@final
+class _Space:
+    """The file of a rank's activations; ranges that are free again are used for equal sizes."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self.last: weakref.ref[_Saved] | None = None
+        self._free: dict[int, list[_Place]] = {}
+        self._segment: Segment | None = None
+        self._used = 0
+
+    def take(self, nbytes: int) -> _Place:
+        """Return a range of at least so many bytes, to which nothing is written any more."""
+        size = -(-nbytes // GRANULE) * GRANULE
+        if free := self._free.get(size):
+            place = free.pop()
+            if place.written is not None:
+                place.written.result()
+            return place
+        if self._segment is None or self._used + size > self._segment.elements:
+            added = self.storage.add("activations", "the activations", max(size, _CHUNK), torch.uint8)
+            assert isinstance(added, Segment)
+            self._segment, self._used = added, 0
+        first, self._used = self._used, self._used + size
+        return _Place(self._segment, first)
+
+    def give_back(self, place: _Place, nbytes: int) -> None:
+        """Free a range."""
+        self._free.setdefault(-(-nbytes // GRANULE) * GRANULE, []).append(place)
+
+
+@final
+class _Saved:
+    """What one forward of one block saves.
+
+    Args:
+        space: The file.
+        own: Addresses of storages that stay in memory.
+    """
+
+    def __init__(self, space: _Space, own: set[int]) -> None:
+        self._space = space
+        self._own = own
+        self._before = space.last
+        self._known: dict[tuple[int, int], _Handle] = {}
+        self._alive: list[torch.Tensor] = []  # until the end: another tensor could get the memory of one
+        self._handles: list[weakref.ref[_Handle]] = []
+        space.last = weakref.ref(self)
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Return what autograd keeps in place of a tensor."""
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
+            return tensor
+        storage = tensor.untyped_storage()
+        address, nbytes = storage.data_ptr(), storage.nbytes()
+        if nbytes < _LEAST or address in self._own or nbytes > 2 * tensor.numel() * tensor.itemsize:
+            return tensor.detach()
+        handle = self._known.get((address, tensor._version))
+        if handle is None:
+            handle = self._known[address, tensor._version] = _Handle(self, self._space, storage)
+            self._alive.append(tensor)
+            self._handles.append(weakref.ref(handle))
+        return handle, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+    def end(self) -> None:
+        """Forget the tensors: the forward is over."""
+        self._known.clear()
+        self._alive.clear()
+
+    def read(self) -> None:
+        """Begin to read all that is still needed."""
+        for reference in self._handles:
+            handle = reference()
+            if handle is not None:
+                handle.start_read()
+
+    def read_before(self) -> None:
+        """Begin to read what the block before saved."""
+        before = None if self._before is None else self._before()
+        if before is not None:
+            before.read()
+
+
+@final
+class _Handle:
+    """A storage in the file; its range is free again once autograd drops it."""
+
+    def __init__(self, saved: _Saved, space: _Space, values: torch.UntypedStorage) -> None:
+        self._saved = saved
+        self._space = space
+        self._nbytes = values.nbytes()
+        self._place = space.take(self._nbytes)
+        self._buffer: torch.Tensor | None = None
+        self._reading: Future[None] | None = None
+        staged = aligned_buffer(self._nbytes, torch.uint8)
+        staged[: self._nbytes].copy_(torch.empty(0, dtype=torch.uint8).set_(values))
+        place = self._place
+        place.written = space.storage.write_behind(place.segment.write, place.first, staged)
+
+    def start_read(self) -> None:
+        """Begin to read the storage, unless that was begun."""
+        if self._buffer is None:
+            assert self._place.written is not None
+            self._place.written.result()
+            self._buffer = aligned_buffer(self._nbytes, torch.uint8)
+            place = self._place
+            self._reading = self._space.storage.start(place.segment.read, place.first, self._buffer)
+
+    def load(self) -> torch.Tensor:
+        """Return the bytes of the storage."""
+        self._saved.read()
+        self._saved.read_before()
+        assert self._buffer is not None
+        assert self._reading is not None
+        self._reading.result()
+        return self._buffer[: self._nbytes]
+
+    def __del__(self) -> None:
+        """Free the range."""
+        if hasattr(self, "_place"):
+            self._space.give_back(self._place, self._nbytes)
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    """Return a saved tensor."""
+    if isinstance(packed, torch.Tensor):
+        return packed
+    handle, dtype, shape, stride, offset = packed
+    values = handle.load().view(dtype)
+    tensor: torch.Tensor = values.as_strided(shape, stride, values.storage_offset() + offset)
+    return tensor
