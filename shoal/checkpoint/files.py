@@ -19,7 +19,7 @@ import numpy as np
 
 __all__ = ["REAL_FILES", "FileSystem", "RealFiles", "digest_of", "hash_of_file", "remove_tree", "write_file"]
 
-_CHUNK_BYTES = 8 << 20
+_CHUNK_BYTES = 2 << 20
 _CHUNKS_AHEAD = 4  # chunks that writing may be ahead of hashing, which bounds what is in memory
 _ALIGNMENT = 4096  # bytes, of memory and file, that writing past the cache asks for
 _DIRECT = getattr(os, "O_DIRECT", 0)  # no such flag outside of Linux

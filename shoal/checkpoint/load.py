@@ -51,12 +51,6 @@ class _Copy:
         """Return the elements to fill."""
         return self.target_run.view(self.target.tensor.detach().view(-1), self.region)
 
-    def first_element(self) -> int | None:
-        """Return the first element of the region in the source, if its elements are consecutive there."""
-        elements = torch.empty(self.source.stop - self.source.start, device="meta")
-        view = self.source_run.view(elements, self.region)
-        return int(view.storage_offset()) if view.is_contiguous() else None
-
 
 def load(path: Path, wanted: Sequence[Piece], coordinator: Coordinator) -> Mapping[str, Any]:
     """Fill the wanted pieces from a checkpoint, which any number of ranks may have saved.
@@ -122,7 +116,7 @@ def _copies(manifest: Manifest, piece: Piece) -> Iterator[_Copy]:
 
 def _perform(copy: _Copy, reader: ShardReader) -> None:
     """Copy from a file, without memory in between where elements are consecutive in both."""
-    target, first = copy.target_view(), copy.first_element()
+    target, first = copy.target_view(), copy.source_run.first_of(copy.region)
     if first is None:
         target.copy_(copy.source_run.view(reader.mapped(copy.key).reshape(-1), copy.region))
     elif target.dtype == copy.dtype and target.device.type == "cpu" and target.is_contiguous():

@@ -99,6 +99,21 @@ class Run:
     first: int
     block: Region
 
+    def first_of(self, part: Region) -> int | None:
+        """Return the place in the piece where `part`, a region within the block, begins.
+
+        None: its elements are not consecutive there.
+        """
+        place, has_begun = 0, False
+        for inner, outer, length, whole in zip(
+            part.offset, self.block.offset, part.shape, self.block.shape, strict=True
+        ):
+            if has_begun and length != whole:
+                return None
+            has_begun = has_begun or length > 1
+            place = place * whole + inner - outer
+        return self.first + place
+
     def view(self, flat: torch.Tensor, part: Region) -> torch.Tensor:
         """Return the elements of `part`, a region within the block, as a view of the piece's `flat`."""
         view = flat[self.first : self.first + self.block.elements].view(self.block.shape)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import platform
 import time
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -170,6 +171,7 @@ class Saves:
             return Begun(waited, time.perf_counter() - began, reason)
         if self._background is None:
             self._background = Background(self._saver, coordinator_beside())
+            weakref.finalize(self, _end, self._background, _OTHERS)  # at the latest when the process ends
         self._told, self._is_unfinished = told, True
         self._background.begin(directory, step, copies, kept, keep)
         return Begun(waited, time.perf_counter() - began)
@@ -206,8 +208,7 @@ class Saves:
             reason: The error that ends the training; None at its regular end.
         """
         if self._background is not None:
-            self._background.give_up_after(_LOST if isinstance(reason, CommunicationError) else _OTHERS)
-            self._background.wait()
+            _end(self._background, _LOST if isinstance(reason, CommunicationError) else _OTHERS)
             self.poll()
 
     def _reserve(self, pieces: Sequence[Piece]) -> str:
@@ -235,3 +236,9 @@ class Saves:
         if reasons:
             self._staging.release()
         return reasons[0] if reasons else ""
+
+
+def _end(background: Background, patience: float) -> None:
+    """Wait for a save on this rank, and for other ranks no longer than so many seconds."""
+    background.give_up_after(patience)
+    background.wait()

@@ -66,9 +66,10 @@ class Saving:
         self._saved_at = self._trainer.step_count
 
     def prepare(self) -> None:
-        """Make room for the saves to come, once a step was made."""
+        """Make room for the saves to come, once a step was made, if this rank's worker saves."""
         every = self._config.every
-        if self._config.background and (every == "auto" or 0 < every < self._trainer.steps):
+        is_periodic = every == "auto" or 0 < every < self._trainer.steps
+        if is_periodic and self._config.background and self._trainer.workers.leads:
             self._trainer.saves.prepare()
 
     def stepped(self, seconds: float) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from shoal.checkpoint import Piece, Region, SingleProcess, load, read_manifest, save, verify
 from shoal.checkpoint.coverage import check_coverage
-from shoal.checkpoint.region import overlaps, runs
+from shoal.checkpoint.region import Run, overlaps, runs
 from shoal.errors import CheckpointError
 
 DTYPES = (
@@ -323,3 +323,16 @@ def test_one_element_with_any_stride_is_saved(tmp_path: Path) -> None:
     blank = torch.zeros(2, 2)
     load(path, [Piece.whole("t", blank)], SingleProcess())
     assert torch.equal(blank, tensor)
+
+
+@given(data=st.data(), shape=st.lists(st.integers(1, 4), max_size=4).map(tuple), first=st.integers(0, 9))
+def test_it_is_known_which_blocks_are_consecutive(
+    data: st.DataObject, shape: tuple[int, ...], first: int
+) -> None:
+    outer = data.draw(regions(shape).filter(lambda region: region.elements > 0))
+    inner = data.draw(regions(outer.shape).filter(lambda region: region.elements > 0))
+    part = Region(tuple(map(sum, zip(outer.offset, inner.offset, strict=True))), inner.shape)
+    run = Run(first, outer)
+    places = run.view(torch.arange(first + outer.elements), part).flatten()
+    is_consecutive = torch.equal(places, torch.arange(places[0], places[0] + len(places)))
+    assert run.first_of(part) == (places[0] if is_consecutive else None)

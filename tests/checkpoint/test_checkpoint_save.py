@@ -75,7 +75,7 @@ def test_a_rank_that_holds_nothing_writes_no_file(tmp_path: Path) -> None:
 
 
 def test_a_tensor_larger_than_one_write_is_saved_in_full(tmp_path: Path) -> None:
-    tensor = torch.arange(1_500_000)  # 12 MB of int64, in writes of 4 MiB
+    tensor = torch.arange(1_500_000)  # 12 MB of int64, in writes of 2 MiB
     path = save(tmp_path, 1, [Piece.whole("t", tensor)], {}, SingleProcess())
     verify(path)
     assert torch.equal(safetensors.torch.load_file(path / "rank-00000.safetensors")["t"], tensor)
