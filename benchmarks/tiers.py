@@ -317,12 +317,12 @@ def picture(rows: dict[str, Any], expected: dict[str, tuple[float, float]]) -> s
                      f"{most_memory * tick / 4 / 2**30:.2f}</text>")  # fmt: skip
         parts.append(f'<text x="{edge - 6}" y="{y + 4:.0f}" text-anchor="end">'
                      f"{most_seconds * tick / 4:.1f}</text>")  # fmt: skip
-    for name, seconds in rows["seconds"].items():
+    for index, (name, seconds) in enumerate(rows["seconds"].items()):
         x, y = at(rows["memory"][name], median(seconds))
         low, high = at(0, min(seconds))[1], at(0, max(seconds))[1]
         parts.append(f'<path d="M{x:.0f},{low:.0f} V{high:.0f}" stroke="#1f6feb"/>')
         parts.append(f'<circle cx="{x:.0f}" cy="{y:.0f}" r="4" fill="#1f6feb"/>')
-        parts.append(f'<text x="{x + 7:.0f}" y="{y - 6:.0f}">{name}</text>')
+        parts.append(f'<text x="{x + 7:.0f}" y="{y + (16 if index % 2 else -6):.0f}">{name}</text>')
     body = "\n".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
