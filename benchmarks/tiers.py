@@ -3,8 +3,9 @@
     python benchmarks/tiers.py [--layers 16] [--rounds 5] [--folder DIR] [--svg benchmarks/tiers.svg]
 
 One rank trains a transformer in fp32 under Plans that need less and less memory, each in a process of its
-own. In each round every process makes its steps in turn, every other round in the reverse order, beside the
-disk by itself (dd with direct I/O), the memory by itself (a copy), and the optimizer alone over files.
+own with one compute thread. In each round every process makes its steps in turn, every other round in the
+reverse order, beside the disk by itself (dd with direct I/O), the memory by itself (a copy), and the
+optimizer alone over files.
 
 Memory is the most private resident memory of a process (RssAnon) beyond what it had before the model was
 made. Predicted memory is `shoal.cost.memory_of`. Predicted seconds are those of the step in memory, measured,
@@ -31,7 +32,8 @@ from torch import nn
 
 from shoal.bench import describe
 from shoal.cluster import Cluster, Host
-from shoal.cost import memory_of
+from shoal.cost import Layout, memory_of
+from shoal.cost.memory import kept_bytes
 from shoal.cost.time.offload import offload_of
 from shoal.data import as_samples
 from shoal.models import build, preset
@@ -48,6 +50,7 @@ PLANS = {
     "optimizer": "shard=zero3,offload=optimizer:file",
     "and gradients": "shard=zero3,offload=optimizer:file+gradients:file",
     "and parameters": f"shard=zero3,offload={ALL}",
+    "and activations": f"shard=zero3,offload={ALL}+activations:file",
     "with recompute=full": f"shard=zero3,recompute=full,offload={ALL}",
 }
 ALONE = 1 << 26
@@ -61,6 +64,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="folder of the files; a temporary one by default")
     parser.add_argument("--svg", type=Path, help="file for a picture")
     options = parser.parse_args()
+    torch.set_num_threads(1)
     print(describe(), end="\n\n")
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
         rows = measure(options.layers, options.rounds, Path(folder))
@@ -99,6 +103,7 @@ class Contestant:
 
 
 def serve(made: Any, argument: Any, folder: Path, there: Connection) -> None:
+    torch.set_num_threads(1)
     before, most = private_bytes(), 0
 
     def watch() -> None:
@@ -242,7 +247,8 @@ def predicted(rows: dict[str, Any], layers: int) -> dict[str, tuple[float, float
     for name, text in PLANS.items():
         plan = SettledPlan.of(SettledPlan.parse(f"{text},microbatch={BATCH}"), BATCH)
         forward, backward = passes / 3, passes * (1 if plan.recompute == "full" else 2 / 3)
-        extra = offload_of(cluster, plan, workload.parameters, (forward, backward), 1, update).extra
+        kept = sum(kept_bytes(each, workload, Layout.of(plan), is_layer=True) for each in workload.layers)
+        extra = offload_of(cluster, plan, workload.parameters, (forward, backward), 1, update, kept).extra
         peak = memory_of(workload, plan, BATCH)[0].peak
         found[name] = peak, forward + backward + update + extra
     return found
@@ -311,12 +317,12 @@ def picture(rows: dict[str, Any], expected: dict[str, tuple[float, float]]) -> s
                      f"{most_memory * tick / 4 / 2**30:.2f}</text>")  # fmt: skip
         parts.append(f'<text x="{edge - 6}" y="{y + 4:.0f}" text-anchor="end">'
                      f"{most_seconds * tick / 4:.1f}</text>")  # fmt: skip
-    for name, seconds in rows["seconds"].items():
+    for index, (name, seconds) in enumerate(rows["seconds"].items()):
         x, y = at(rows["memory"][name], median(seconds))
         low, high = at(0, min(seconds))[1], at(0, max(seconds))[1]
         parts.append(f'<path d="M{x:.0f},{low:.0f} V{high:.0f}" stroke="#1f6feb"/>')
         parts.append(f'<circle cx="{x:.0f}" cy="{y:.0f}" r="4" fill="#1f6feb"/>')
-        parts.append(f'<text x="{x + 7:.0f}" y="{y - 6:.0f}">{name}</text>')
+        parts.append(f'<text x="{x + 7:.0f}" y="{y + (16 if index % 2 else -6):.0f}">{name}</text>')
     body = "\n".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '

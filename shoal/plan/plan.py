@@ -100,8 +100,8 @@ class Plan:
         reduce: Type in which ranks send each other gradients, fp32 or bf16.
         order: The axes, outermost first: ranks that differ along the last one are neighbours, and those that
             differ along the first one are farthest apart. Any order of pp, dp, cp and tp.
-        offload: State that is kept outside of the device: optimizer:file, optimizer:host, or with shard=zero3
-            optimizer:file+gradients:file+parameters:file. On CPUs the host's memory is the device's.
+        offload: Parts kept outside of the device, joined by +: optimizer:file or optimizer:host, with zero3
+            gradients:file and parameters:file, and activations:file. On CPUs optimizer:host changes nothing.
         compile: What torch.compile compiles: nothing (none), or each block and the loss (blocks). auto is
             blocks on GPUs where the cost model predicts that it is quicker, and none elsewhere.
     """

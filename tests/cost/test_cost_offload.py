@@ -5,6 +5,8 @@ import dataclasses
 import pytest
 
 from shoal.cluster import Cluster, Host
+from shoal.cost.layout import Layout
+from shoal.cost.memory.activations import kept_bytes
 from shoal.cost.memory.memory import memory_of
 from shoal.cost.time.offload import staging_bytes
 from shoal.cost.time.step import Costs
@@ -92,6 +94,20 @@ def test_with_all_state_in_files_buffers_and_one_pass_are_left():
     (found,) = memory_of(tiny, plan, BATCH)
     assert found.moment == "optimizer"
     assert found.peak == found.parts["staging"] == 3 * 4 * 4 * tiny.parameters / 8
+
+
+def test_activations_in_files_pass_once_each_way_and_leave_two_layers_in_memory():
+    plan = ZERO3.replace(offload="activations:file")
+    layers = [kept_bytes(each, WORKLOAD, Layout.of(plan), is_layer=True) for each in WORKLOAD.layers]
+    found = costs_of().offload(plan, 0, COUNT)
+    assert found.file_bytes == pytest.approx(2 * COUNT * sum(layers))
+    assert found.parts["update"] == found.replaced
+    (before,), (after,) = (memory_of(WORKLOAD, each, BATCH) for each in (ZERO3, plan))
+    (stage,) = costs_of().stages(ZERO3, COUNT)
+    assert found.parts["forward"] == pytest.approx(COUNT * max(0, sum(layers) / 1e9 - stage.forward))
+    ends = before.kept - sum(layers)
+    assert after.kept == pytest.approx(ends + layers[0] + layers[0], rel=0.1)
+    assert after.peak < before.peak
 
 
 def test_on_cpus_the_host_s_memory_is_the_device_s():

@@ -26,8 +26,9 @@ from shoal.cost.kinds import Kinds
 from shoal.cost.layout import Layout
 from shoal.cost.memory.activation_peaks import activation_peaks
 from shoal.cost.memory.activations import stream_bytes
-from shoal.cost.memory.peak_candidates import Moment, gathered_bytes, moments_of
+from shoal.cost.memory.peak_candidates import Moment, StageEnds, gathered_bytes, moments_of
 from shoal.cost.memory.rank import Outline, Pieces
+from shoal.cost.memory.stack import Stack
 from shoal.cost.memory.states import States, states_of
 from shoal.cost.time.offload import staging_bytes, tiers_on
 from shoal.cost.time.split import flop_costs, pieces_by_stage
@@ -171,6 +172,7 @@ class Memories:
         if self._kinds is not None:
             cut = *cut, plan.dp, plan.order
         key = (*cut, plan.shard, plan.bucket) if plan.sharding.communicates_each_micro_batch else cut
+        key = *key, plan.offload
         ranks = self._largest.get(key)
         if ranks is None:
             outlines = self._uncovered.get(cut)
@@ -296,12 +298,15 @@ class Memories:
     def _rank(self, plan: SettledPlan, layout: Layout, outline: Outline) -> _Rank:
         stack, ends, activations = outline.stack, outline.ends, outline.activations
         update = Moment("optimizer", freed=_FP32 * (outline.dense + layout.ep * outline.experts))
-        moments = (*moments_of(plan, layout, activations, stack, ends, copies=self._copies), update)
+        moments = [*moments_of(plan, layout, activations, stack, ends, copies=self._copies), update]
+        if plan.tiers.activations == "file":
+            activations = min(activations, _in_reach(stack, ends))
+            moments = [each._replace(activations=min(activations, each.activations)) for each in moments]
         return _Rank(
             outline,
             _MESSAGES * stream_bytes(self.workload, layout) if plan.pp > 1 else 0.0,
             activations + gathered_bytes(plan, layout, stack, ends),
-            moments,
+            tuple(moments),
             max(moments, key=lambda moment: moment.whole),
             self._tightness(plan)[outline.index],
         )
@@ -338,6 +343,14 @@ def memory_of(
         PlanError: The batch does not divide into the Plan's micro-batches, or the model into its stages.
     """
     return Memories(workload, cluster).of(plan, batch)
+
+
+def _in_reach(stack: Stack, ends: StageEnds) -> float:
+    """Return the bytes of activations in memory if those of layers are in files.
+
+    They are what the end keeps, and two layers: one computes, and another is written or read.
+    """
+    return ends.kept + max([each.kept + each.whole for each in stack.layers], default=0.0)
 
 
 def _uncovered(outlines: Iterable[Outline], tightness: Sequence[float]) -> list[Outline]:

@@ -2,15 +2,17 @@
 
 A rank's optimizer owns N elements. L is the rate of the device's link to the host in one direction. H and D
 are one device's share of the rates of the host's memory and of its files. F and B are the seconds of a
-micro-batch's forward and backward on the rank, in each of m micro-batches. The seconds of one step are:
+micro-batch's forward and backward on the rank, in each of m micro-batches, and A the bytes that its layers
+keep from one to the other. The seconds of one step are:
 
     update      The optimizer passes 28 N bytes through the host's memory. On a GPU gradients and values come
                 down the link before that, 8 N bytes, and values go up after it, 4 N. Meanwhile files are read
                 and written: moments 16 N, gradients 4 N, parameters 8 N bytes. The longer of both counts:
                 max(28 N / H + 12 N / L, files / D). It replaces the optimizer's passes on the device
-    forward     Parameters in files are read while the block before computes: m max(0, 4 N / D - F)
-    backward    Parameters are read again, 4 N bytes, and gradients written, 4 N; after the first micro-batch
-                the sum of gradients so far is read too, 4 N: the sum of max(0, bytes / D - B)
+    forward     Parameters in files are read while the block before computes, 4 N bytes, and activations are
+                written, A: m max(0, bytes / D - F)
+    backward    Parameters and activations are read, 4 N + A, and gradients written, 4 N; after the first
+                micro-batch the sum of gradients so far is read too, 4 N: the sum of max(0, bytes / D - B)
 
 Only what is in files counts for D. With optimizer:host the host's memory holds the moments. Buffers of blocks
 are in the host's memory too, which on CPUs is the device's: see `staging_bytes`.
@@ -45,7 +47,7 @@ class Offload:
         replaced: Seconds that the step saves: the optimizer's passes on the device.
         link_bytes: Bytes in a step over the device's link, in both directions.
         file_bytes: Bytes in a step to and from files.
-        host_bytes: Bytes that a host's devices together keep in the host's memory or in files.
+        host_bytes: Bytes of state, without activations, that a host's devices together keep outside.
     """
 
     parts: Mapping[str, float]
@@ -72,6 +74,7 @@ def offload_of(
     passes: tuple[float, float],
     count: int,
     update: float,
+    kept: float = 0.0,
 ) -> Offload:
     """Return the effect of a Plan's `offload` on a rank.
 
@@ -82,6 +85,7 @@ def offload_of(
         passes: Seconds of a micro-batch's forward and backward on the rank.
         count: Micro-batches of a step.
         update: Seconds of the optimizer's passes on the device.
+        kept: Bytes that the rank's layers keep for a micro-batch from forward to backward.
 
     Raises:
         ClusterError: A rate of the host is not known, or its memory is too small.
@@ -93,33 +97,34 @@ def offload_of(
     shard = _FP32 * owned
     in_files = {part: float(place == "file") for part, place in tiers.moved.items()}
     reads, gradients = in_files.get("parameters", 0.0), in_files.get("gradients", 0.0)
+    kept *= in_files.get("activations", 0.0)
     rate = _file_rate(cluster) if tiers.has_files else float("inf")
-    first, later = reads + gradients, reads + 2 * gradients
+    down = reads * shard + kept
+    first, later = down + gradients * shard, down + 2 * gradients * shard
     files = shard * (2 * _MOMENTS * in_files.get("optimizer", 0.0) + gradients + 2 * reads)
     made, link = update, 0.0
-    if not cluster.cores:
+    if not cluster.cores and "optimizer" in tiers.moved:
         link = 3 * shard
         made = _ADAM_BYTES * owned / _host_rate(cluster) + link / _link_rate(cluster)
-    kept = shard * (_MOMENTS + gradients + reads)
+    state = shard * (_MOMENTS * ("optimizer" in tiers.moved) + gradients + reads)
     sharing = min(cluster.host.devices, cluster.devices_per_node)
-    if tiers.optimizer == "host" and kept * sharing > cluster.host.memory:
+    if tiers.optimizer == "host" and state * sharing > cluster.host.memory:
         raise ClusterError(
-            f"offload={plan.offload} takes {format_bytes(round(kept * sharing))} on each host, which has "
+            f"offload={plan.offload} takes {format_bytes(round(state * sharing))} on each host, which has "
             f"{format_bytes(round(cluster.host.memory))}",
             possible="more sharding, more hosts, or optimizer:file",
             change="shard the state over more ranks, or write offload=optimizer:file",
         )
     return Offload(
         parts={
-            "forward": count * max(0.0, reads * shard / rate - forward),
-            "backward": max(0.0, first * shard / rate - backward)
-            + (count - 1) * max(0.0, later * shard / rate - backward),
+            "forward": count * max(0.0, down / rate - forward),
+            "backward": max(0.0, first / rate - backward) + (count - 1) * max(0.0, later / rate - backward),
             "update": max(made, files / rate),
         },
         replaced=update,
         link_bytes=link,
-        file_bytes=files + shard * (count * reads + first + (count - 1) * later),
-        host_bytes=kept * sharing,
+        file_bytes=files + count * down + first + (count - 1) * later,
+        host_bytes=state * sharing,
     )
 
 

@@ -35,6 +35,7 @@ from shoal.cost.collectives.network import collective_seconds
 from shoal.cost.collectives.places import alike_boundaries, message_bytes, message_seconds
 from shoal.cost.kinds import ByKind, Kinds, views_of
 from shoal.cost.layout import Layout
+from shoal.cost.memory.activations import kept_bytes
 from shoal.cost.time.block import BlockCost
 from shoal.cost.time.buckets import owned_by_rank, parameters_on_rank
 from shoal.cost.time.data_parallel import DataParallelCosts, Runs, StageWork, runs_of
@@ -217,7 +218,14 @@ class Costs:
         stage, here = self.stages(plan, count)[place], self.at(plan, place)
         passes = stage.forward, stage.input + stage.weight
         owned, update = owned_by_rank(stage.parameters, plan), here.update(plan, stage.parameters)
-        return offload_of(here.cluster, plan, owned, passes, count, update)
+        kept = 0.0
+        if plan.tiers.activations != "device":
+            stages = zip(plan.placement if plan.pp > 1 else (0,), self.blocks_of(plan, count), strict=True)
+            blocks = [block for rank, held in stages if rank == place for block in held]
+            ends, layout = (self.workload.embedding, self.workload.end), here.settled(Layout.of(plan))
+            layers = [each for each in blocks if each not in ends]
+            kept = sum(kept_bytes(each, self.workload, layout, is_layer=True) for each in layers)
+        return offload_of(here.cluster, plan, owned, passes, count, update, kept)
 
     def least_of_passes(self, plan: SettledPlan, count: int) -> float:
         """Return a lower bound on the seconds of `count` micro-batches, for any sharding of the state."""
