@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -53,10 +54,12 @@ class Took(NamedTuple):
     Attributes:
         stall: Seconds until the training could go on.
         seconds: Seconds until all was done.
+        processor: Seconds of the processor that all ranks took together.
     """
 
     stall: float
     seconds: float
+    processor: float
 
 
 class State:
@@ -160,12 +163,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 def timed(work: Callable[[float], float]) -> Took:
     dist.barrier()
-    began = time.perf_counter()
+    began, before = time.perf_counter(), sum(os.times()[:4])
     stall = torch.tensor([work(began)])
+    processor = torch.tensor([sum(os.times()[:4]) - before])
     dist.barrier()
     seconds = time.perf_counter() - began
     dist.all_reduce(stall, dist.ReduceOp.MAX)
-    return Took(stall.item(), seconds)
+    dist.all_reduce(processor)
+    return Took(stall.item(), seconds, processor.item())
 
 
 def dd(folder: Path, source: str, target: str, size: int, *more: str) -> None:
@@ -225,8 +230,8 @@ def work(folder: Path, parameters: int, rounds: int) -> tuple[int, dict[str, lis
 
 
 def table(size: int, found: dict[str, list[Took]], ways: Sequence[str], disk: str) -> str:
-    lines = ["| | GB/s | range | over the disk's | range | stall, ms | range |"]
-    lines.append("| --- | ---: | --- | ---: | --- | ---: | --- |")
+    lines = ["| | GB/s | range | over the disk's | range | stall, ms | range | processor, s/GB |"]
+    lines.append("| --- | ---: | --- | ---: | --- | ---: | --- | ---: |")
     for way in ways:
         rate = Spread.of([size / took.seconds / 1e9 for took in found[way]])
         pairs = zip(found[disk], found[way], strict=True)
@@ -234,6 +239,7 @@ def table(size: int, found: dict[str, list[Took]], ways: Sequence[str], disk: st
         stall = Spread.of([1e3 * took.stall for took in found[way]])
         cells = [f"{each.median:.2f} | {each.low:.2f} to {each.high:.2f}" for each in (rate, share)]
         cells.append(f"{stall.median:.0f} | {stall.low:.0f} to {stall.high:.0f}")
+        cells.append(f"{median(took.processor for took in found[way]) / size * 1e9:.2f}")
         lines.append(f"| {way} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

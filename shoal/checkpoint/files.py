@@ -17,12 +17,23 @@ from typing import Final, Protocol
 
 import numpy as np
 
-__all__ = ["REAL_FILES", "FileSystem", "RealFiles", "digest_of", "hash_of_file", "remove_tree", "write_file"]
+__all__ = [
+    "ALIGNMENT",
+    "REAL_FILES",
+    "FileSystem",
+    "RealFiles",
+    "digest_of",
+    "hash_of_file",
+    "remove_tree",
+    "write_file",
+]
 
 _CHUNK_BYTES = 2 << 20
 _CHUNKS_AHEAD = 4  # chunks that writing may be ahead of hashing, which bounds what is in memory
-_ALIGNMENT = 4096  # bytes, of memory and file, that writing past the cache asks for
 _DIRECT = getattr(os, "O_DIRECT", 0)  # no such flag outside of Linux
+
+ALIGNMENT = 4096
+"""Bytes of which places in memory and in a file are multiples where writing goes past the system's cache."""
 
 
 class FileSystem(Protocol):
@@ -132,7 +143,7 @@ REAL_FILES: Final = RealFiles()
 
 
 def _is_aligned(data: memoryview) -> bool:
-    return (np.frombuffer(data, np.uint8).ctypes.data | len(data)) % _ALIGNMENT == 0
+    return (np.frombuffer(data, np.uint8).ctypes.data | len(data)) % ALIGNMENT == 0
 
 
 def _write_through_cache(file: FileIO) -> bool:
@@ -196,12 +207,22 @@ def hash_of_file(path: Path) -> str:
 
 
 def _chunks(blocks: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Yield the same bytes in equal, aligned chunks; a chunk's memory is used again some chunks later."""
+    """Yield the same bytes in chunks that are aligned, all but the last one.
+
+    A block that is aligned is cut. Others are copied to memory that is used again some chunks later.
+    """
     memory = np.frombuffer(mmap.mmap(-1, (_CHUNKS_AHEAD + 2) * _CHUNK_BYTES), np.uint8)
     free = itertools.cycle(memory.reshape(-1, _CHUNK_BYTES))
     chunk, filled = next(free), 0
     for block in blocks:
         source = np.frombuffer(block, np.uint8)
+        if source.ctypes.data % ALIGNMENT == 0 and filled % ALIGNMENT == 0 and source.size >= _CHUNK_BYTES:
+            if filled:
+                yield chunk[:filled].data
+                chunk, filled = next(free), 0
+            while source.size >= _CHUNK_BYTES:
+                yield source[:_CHUNK_BYTES].data
+                source = source[_CHUNK_BYTES:]
         while source.size:
             count = min(source.size, _CHUNK_BYTES - filled)
             np.copyto(chunk[filled : filled + count], source[:count])  # lets other threads run

@@ -9,12 +9,14 @@ from typing import final
 
 import torch
 
-from shoal.checkpoint.files import FileSystem, digest_of, write_file
+from shoal.checkpoint.files import ALIGNMENT, FileSystem, digest_of, write_file
 from shoal.checkpoint.manifest import FileRecord, StoredPiece, TensorRecord
 from shoal.checkpoint.piece import Piece
 from shoal.errors import CheckpointError
 
-__all__ = ["Shard", "describe", "dtype_named"]
+__all__ = ["Shard", "describe", "dtype_named", "in_order"]
+
+_LARGE = 1 << 20  # bytes
 
 _DTYPES: dict[torch.dtype, str] = {
     torch.bfloat16: "BF16",
@@ -78,14 +80,13 @@ class Shard:
     """
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
-        # Wide elements first: then each tensor starts at a multiple of its element size, and can be mapped.
-        self.pieces = sorted(
-            (piece for piece in pieces if piece.start < piece.stop),
-            key=lambda piece: (-piece.tensor.element_size(), piece.name, piece.start),
-        )
+        self.pieces = in_order(pieces)
+        body = sum(piece.tensor.nbytes for piece in self.pieces)
         header = _header(self.pieces)
-        self._head = len(header).to_bytes(8, "little") + header
-        self.size = len(self._head) + sum(piece.tensor.nbytes for piece in self.pieces)
+        # The tensors of a large file begin where they can be written from memory without a copy.
+        start = _round_up(8 + len(header), ALIGNMENT if body >= _LARGE else 8)
+        self._head = (start - 8).to_bytes(8, "little") + header.ljust(start - 8)
+        self.size = start + body
 
     def record(self) -> FileRecord:
         """Return the record that the file has, without writing it."""
@@ -101,10 +102,41 @@ class Shard:
 
     def _blocks(self) -> Iterator[memoryview]:
         yield memoryview(self._head)
+        pending: torch.Tensor | None = None
         for piece in self.pieces:
             # A contiguous tensor of one element may have any stride, but a view of its bytes may not.
-            flat = piece.tensor.detach().cpu().as_strided((piece.tensor.numel(),), (1,))
-            yield flat.view(torch.uint8).numpy().data
+            flat = piece.tensor.detach().cpu().as_strided((piece.tensor.numel(),), (1,)).view(torch.uint8)
+            if pending is not None and not _is_next(pending, flat):
+                yield pending.numpy().data
+                pending = None
+            pending = flat if pending is None else _joined(pending, flat)
+        if pending is not None:
+            yield pending.numpy().data
+
+
+def in_order(pieces: Iterable[Piece]) -> list[Piece]:
+    """Return the pieces that are stored, in the order of a file.
+
+    Wide elements come first: then each tensor starts at a multiple of its element size, and can be mapped.
+    """
+    return sorted(
+        (piece for piece in pieces if piece.start < piece.stop),
+        key=lambda piece: (-piece.tensor.element_size(), piece.name, piece.start),
+    )
+
+
+def _is_next(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether the bytes of a tensor follow those of another in one block of memory."""
+    is_one_block = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return is_one_block and one.data_ptr() + one.nbytes == other.data_ptr()
+
+
+def _joined(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return one.as_strided((one.nbytes + other.nbytes,), (1,))
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def _stored(file: str, piece: Piece) -> StoredPiece:
@@ -132,8 +164,7 @@ def _header(pieces: Sequence[Piece]) -> bytes:
             "data_offsets": (offset, end),
         }
         offset = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8)
+    return json.dumps(entries, separators=(",", ":")).encode()
 
 
 def _dtype_name(piece: Piece) -> str:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import final
 
 import torch
 
+from shoal.checkpoint.files import ALIGNMENT
 from shoal.checkpoint.piece import Piece
+from shoal.checkpoint.shard import in_order
 
 __all__ = ["Staging"]
 
-_ALIGNMENT = 64  # bytes
 _SPARE, _LEAST = (
     0.02,
     1 << 20,
@@ -24,6 +25,8 @@ _SPARE, _LEAST = (
 @final
 class Staging:
     """Host memory for one copy of a rank's pieces, kept and used again by the next copy.
+
+    Pieces lie in it as in their file, so that it is written from there.
 
     It is one block of memory in large pages. It is pinned if a piece is on a GPU, so that copies from there
     run at the rate of the link.
@@ -78,13 +81,11 @@ class Staging:
         """Return copies of `pieces` in the memory that was reserved for them, once they are there."""
         assert self._memory is not None, "memory was reserved"
         self._wait()
-        copies = []
-        offset = 0
-        for piece in pieces:
+        copies = [piece for piece in pieces if piece.start == piece.stop]
+        for piece, offset in _places(pieces):
             held = self._memory[offset : offset + piece.tensor.nbytes].view(piece.tensor.dtype)
             held.copy_(piece.tensor.detach().view(-1), non_blocking=True)
             copies.append(replace(piece, tensor=held))
-            offset += _padded(piece)
         for device in {piece.tensor.device for piece in pieces if piece.tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         return copies
@@ -95,9 +96,16 @@ class Staging:
             self._touching = None
 
 
+def _places(pieces: Iterable[Piece]) -> Iterator[tuple[Piece, int]]:
+    """Yield the pieces with their places in memory: those of a file follow each other as they do there."""
+    offset = 0
+    held = list(pieces)
+    for is_constant in (False, True):
+        for piece in in_order(each for each in held if each.is_constant is is_constant):
+            yield piece, offset
+            offset += piece.tensor.nbytes
+        offset = -(-offset // ALIGNMENT) * ALIGNMENT
+
+
 def _size(pieces: Iterable[Piece]) -> int:
-    return sum(map(_padded, pieces))
-
-
-def _padded(piece: Piece) -> int:
-    return -(-piece.tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return max((offset + piece.tensor.nbytes for piece, offset in _places(pieces)), default=0)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from checkpoint_stand_ins import (
@@ -50,10 +51,12 @@ from shoal.checkpoint import (
     coordinator_beside,
     latest,
     load,
+    read_manifest,
     retain,
     save,
     verify,
 )
+from shoal.checkpoint.shard import Shard
 from shoal.errors import CheckpointError
 
 OLD, NEW = tensors(1), tensors(2)
@@ -83,7 +86,7 @@ def save_beside(
 def test_a_copy_keeps_what_was_there_and_its_memory_is_used_again() -> None:
     values = tensors(1)
     staging = Staging()
-    assert staging.missing(wholes(values)) > sum(each.nbytes for each in values.values())
+    assert staging.missing(wholes(values)) == sum(each.nbytes for each in values.values())
     staging.reserve(wholes(values))
     copies = staging.copy(wholes(values))
     for each in values.values():
@@ -94,6 +97,31 @@ def test_a_copy_keeps_what_was_there_and_its_memory_is_used_again() -> None:
     staging.reserve(again)
     places = [copy.tensor.data_ptr() for copy in copies]
     assert [copy.tensor.data_ptr() for copy in staging.copy(again)] == places
+
+
+def test_a_large_file_is_written_from_the_copy_in_one_piece(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = {f"model/{number}": torch.randn(70_001, generator=generator) for number in range(20)}
+    values |= {
+        "model/half": torch.ones(5).half(),
+        "model/none": torch.zeros(0),
+        "model/flag": torch.tensor(True),
+    }
+    base = replace(Piece.whole("fixed/base", torch.arange(300_001.0)), is_constant=True)
+    pieces = [base, *wholes(values)]
+    path = save(tmp_path, 1, copied(pieces), {}, SingleProcess())
+    elsewhere = save(tmp_path, 2, pieces, {}, SingleProcess())
+    verify(path)
+    assert read_manifest(path).files == read_manifest(elsewhere).files
+    assert read_manifest(path).tensors == read_manifest(elsewhere).tensors
+    for file in ("rank-00000.safetensors", "rank-00000-constant.safetensors"):
+        named = safetensors.torch.load_file(path / file)
+        assert all(
+            torch.equal(each, {**values, "fixed/base": base.tensor}[name]) for name, each in named.items()
+        )
+        blocks = list(Shard([p for p in copied(pieces) if p.is_constant == ("constant" in file)])._blocks())
+        assert len(blocks) == 2  # the head, and all tensors
+        assert len(blocks[0]) % 4096 == 0
 
 
 def test_training_may_change_everything_once_the_copy_is_made(tmp_path: Path) -> None:

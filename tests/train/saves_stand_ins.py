@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import time
 from io import FileIO
 from pathlib import Path
@@ -46,11 +47,28 @@ def slow_disk() -> contextlib.AbstractContextManager[object]:
     return patch.object(RealFiles, "sync", lambda self, file: time.sleep(0.15))
 
 
+def slow_disk_and_a_signal() -> contextlib.AbstractContextManager[object]:
+    """While the first shard is written, the process is asked to stop."""
+    signals = iter([signal.SIGTERM])
+
+    def sync(self: RealFiles, file: FileIO) -> None:
+        for number in signals:
+            os.kill(os.getpid(), number)
+        time.sleep(0.15)
+
+    return patch.object(RealFiles, "sync", sync)
+
+
 def little_memory() -> contextlib.AbstractContextManager[object]:
     return patch.object(saves, "available_memory", lambda: 10_000)
 
 
-TROUBLES = {"failing disk": failing_disk, "slow disk": slow_disk, "little memory": little_memory}
+TROUBLES = {
+    "failing disk": failing_disk,
+    "slow disk": slow_disk,
+    "slow disk and a signal": slow_disk_and_a_signal,
+    "little memory": little_memory,
+}
 
 
 def frozen_trainer(folder: Path) -> Trainer:

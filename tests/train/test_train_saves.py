@@ -12,6 +12,8 @@ from saves_stand_ins import save_beside_steps, shoal_with
 
 from shoal.checkpoint import SingleProcess, checkpoints, read_manifest, step_of, verify
 from shoal.errors import ConfigError
+from shoal.launch import EXIT_STOPPED
+from shoal.run import Run
 from shoal.train import CheckpointConfig, load_config
 from shoal.train.saves import Begun
 from shoal.train.saving import Saving
@@ -65,6 +67,20 @@ def test_a_save_that_is_due_waits_for_the_one_before_and_the_last_is_complete(ra
     told = [line for line in err.splitlines() if "for the save before to end" in line]
     assert [line.split(":")[0] for line in told] == ["step 2", "step 3", "step 4"]
     assert saved(tmp_path / "run") == [4, 3]
+
+
+def test_a_run_that_is_stopped_completes_the_save_that_goes_on_and_saves_where_it_stops(
+    ranks, tiny_run, tmp_path
+):
+    words = ["train", *tiny_run, "--run", "run", *settings(steps=10**6, checkpoint__every=1)]
+    trouble = "slow disk and a signal"
+    code, _, err = ranks.run(shoal_with, 1, trouble, [*words, "--nproc", "1"], tmp_path)[0]
+    assert code == EXIT_STOPPED, err
+    newest, before = checkpoints(tmp_path / "run" / "checkpoints")
+    made = Run.open(tmp_path / "run").metrics()[-1]["step"]
+    assert (step_of(newest), step_of(before)) == (made, made - 1)
+    verify(newest)
+    verify(before)
 
 
 def test_without_memory_for_a_copy_training_waits_for_the_save_and_says_so(ranks, tiny_run, tmp_path):
