@@ -80,7 +80,7 @@ class Rotary(nn.Module):
         self.base = base
         self.positions: Callable[[int, torch.device], Tensor] = positions_from_zero
 
-    def forward(self, seq: int, device: torch.device, position_ids: Tensor | None = None) -> Angles:
+    def forward(self, seq: int, device: torch.device, *, position_ids: Tensor | None = None) -> Angles:
         """Return the angles of an input of `seq` tokens.
 
         Args:
@@ -248,7 +248,7 @@ class Transformer(nn.Module):
                 change="shorten the samples, or give the model a larger `seq`",
             )
         hidden = self.embed(tokens)
-        angles = self.rotary(tokens.shape[-1], tokens.device, position_ids)
+        angles = self.rotary(tokens.shape[-1], tokens.device, position_ids=position_ids)
         documents = None if position_ids is None else Documents(position_ids)
         for block in self.blocks:
             hidden = block(hidden, angles, self.dropout_keys, documents)
