@@ -129,6 +129,7 @@ def refusal(plan: str, folder: Path, **settings: Any) -> str:
 
 def full_in_the_middle(plan: str, folder: Path) -> tuple[str, Followed, Followed]:
     """The error of a write that fails, and what follows from the checkpoint before it, which is intact."""
+    stored_activations._LEAST = 256
     trainer = trainer_of(plan, folder)
     followed(trainer, 2)
     path = trainer.save(folder / "checkpoints")

@@ -224,10 +224,18 @@ def test_a_folder_without_space_or_permission_is_named(tmp_path):
     assert "free space" in said
 
 
-def test_a_disk_that_is_full_in_the_middle_is_named_and_the_last_checkpoint_is_intact(tmp_path):
+@pytest.mark.parametrize(
+    ("plan", "what"),
+    [
+        (f"dp=1,{STATE}", "the optimizer's exp_avg"),
+        (f"dp=1,shard=zero3,{ALL}", "the gradients"),
+        ("dp=1,offload=activations:file", "the activations"),
+    ],
+)
+def test_a_disk_that_is_full_in_the_middle_is_named_and_the_last_checkpoint_is_intact(tmp_path, plan, what):
     (tmp_path / "empty").mkdir()
-    said, expected, taken_up = full_in_the_middle(f"dp=1,{STATE}", tmp_path)
-    assert said.startswith("cannot write the optimizer's exp_avg")
+    said, expected, taken_up = full_in_the_middle(plan, tmp_path)
+    assert said.startswith(f"cannot write {what}")
     assert "No space left" in said
     assert taken_up == expected
 

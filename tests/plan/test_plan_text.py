@@ -27,6 +27,10 @@ def plans(draw):
     ep = draw(st.sampled_from(divisors(shards * cp)))
     apart = () if cp * ep == 1 else ("local", "auto")  # without shards, a worker is one rank
     exchanges = [each for each in CHOICES["exchange"] if each not in apart] if naive else ["bucketed"]
+    exchange = draw(st.sampled_from(exchanges))
+    offload = ["none"] if exchange != "bucketed" else ["none", "optimizer:host", "activations:file"]
+    if shard == "zero3":
+        offload.append("parameters:file+optimizer:file+gradients:file")
     return Plan(
         dp=replicate * shards,
         tp=tp,
@@ -42,7 +46,8 @@ def plans(draw):
         replicate=replicate,
         shard=shard,
         microbatch=draw(st.none() | st.integers(1, 64)),
-        exchange=draw(st.sampled_from(exchanges)),
+        exchange=exchange,
+        offload=draw(st.sampled_from(offload)),
         bucket=draw(st.integers(1, 1023)) << draw(st.sampled_from([0, 10, 20])),
         recompute=draw(st.sampled_from(CHOICES["recompute"])),
         precision=precision,

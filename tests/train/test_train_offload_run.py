@@ -55,8 +55,8 @@ def test_what_cannot_work_is_refused_before_a_rank_starts(ranks, tmp_path, tiny_
 
 
 def test_a_folder_with_too_little_space_is_refused_with_the_bytes_of_all_ranks_of_the_host(tmp_path):
-    model = build("llama2-70b", overrides={"layers": 10, "vocab_size": 10**12}, device="meta")
+    model = build("llama2-70b", overrides={"layers": 10, "vocab_size": 10**9}, device="meta")
     plan = Plan.parse("dp=8,replicate=2,shard=zero3,offload=optimizer:file")
-    with pytest.raises(ConfigError, match=r"left, and the state takes [\d.e+]+TiB on this host") as told:
+    with pytest.raises(ConfigError, match=r"left, and the state takes [\d.]+TiB on this host") as told:
         require_offload(TrainConfig(), plan, tmp_path / "runs" / "one", model)
     assert str(tmp_path / "runs" / "one") in str(told.value)

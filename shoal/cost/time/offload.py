@@ -170,7 +170,7 @@ def _known(cluster: Cluster, name: str, rate: float) -> float:
     if not rate:
         raise ClusterError(
             f"{cluster.name} has no {name}, which offload needs",
-            possible="bytes/s above 0",
+            possible="bytes/s above 0; shoal probe --files DIR measures a host's files",
             change=f"write {name} into the cluster's .toml file, or choose another cluster",
         )
     return rate
