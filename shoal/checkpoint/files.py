@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 _CHUNK_BYTES = 2 << 20
-_CHUNKS_AHEAD = 4  # chunks that writing may be ahead of hashing, which bounds what is in memory
+_CHUNKS_AHEAD = 4  # chunks that are hashed and written at once, which bounds what is in memory
 _DIRECT = getattr(os, "O_DIRECT", 0)  # no such flag outside of Linux
 
 ALIGNMENT = 4096
@@ -157,7 +157,7 @@ def _write_through_cache(file: FileIO) -> bool:
 def write_file(path: Path, blocks: Iterable[memoryview], files: FileSystem) -> tuple[int, str]:
     """Write the bytes of `blocks` to a new file and wait until they are on the disk.
 
-    A second thread hashes each chunk while this one writes it.
+    One thread hashes a chunk and another one writes it, while this one makes the next.
 
     Args:
         path: The file.
@@ -168,15 +168,20 @@ def write_file(path: Path, blocks: Iterable[memoryview], files: FileSystem) -> t
         The file's size in bytes, and the SHA-256 of its content, in hexadecimal.
     """
     digest = hashlib.sha256()
-    hashing: deque[Future[None]] = deque()
+    pending: deque[Future[None]] = deque()
     size = 0
-    with files.create(path) as file, ThreadPoolExecutor(1, "shoal hash") as thread:
+    with (
+        files.create(path) as file,
+        ThreadPoolExecutor(1, "shoal hash") as hashes,
+        ThreadPoolExecutor(1, "shoal write") as writes,
+    ):
         for chunk in _chunks(blocks):
-            hashing.append(thread.submit(digest.update, chunk))
-            files.write(file, chunk)
+            pending += hashes.submit(digest.update, chunk), writes.submit(files.write, file, chunk)
             size += len(chunk)
-            if len(hashing) > _CHUNKS_AHEAD:
-                hashing.popleft().result()
+            while len(pending) > 2 * _CHUNKS_AHEAD:
+                pending.popleft().result()
+        for each in pending:
+            each.result()
         files.sync(file)
     return size, digest.hexdigest()
 

@@ -27,7 +27,7 @@ class BackgroundSaves:
                 saves.save(step=step)
         saves.finish()
 
-    All ranks call each method together.
+    All ranks call each method together. Nothing else may save into the directory meanwhile.
 
     Args:
         directory: Directory of checkpoints, on a file system that all ranks see; made if absent.

@@ -6,7 +6,9 @@ import contextlib
 import errno
 import os
 import signal
+import threading
 import time
+from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
 from unittest.mock import patch
@@ -17,10 +19,10 @@ import torch.nn.functional as F
 from run_stand_ins import Ended, shoal, shoal_as_rank
 from torch import nn
 
-from shoal.checkpoint import RealFiles
+from shoal.checkpoint import Background, RealFiles
 from shoal.train import OptimizerConfig, Trainer, saves
 
-WRITE = RealFiles.write
+WRITE, WAIT, BEGIN = RealFiles.write, Background.wait, Background.begin
 
 
 def shoal_with(
@@ -43,8 +45,30 @@ def failing_disk() -> contextlib.AbstractContextManager[object]:
     return patch.object(RealFiles, "write", write)
 
 
-def slow_disk() -> contextlib.AbstractContextManager[object]:
-    return patch.object(RealFiles, "sync", lambda self, file: time.sleep(0.15))
+@contextlib.contextmanager
+def slow_disk() -> Iterator[None]:
+    """A save beside the training takes until training waits for it, and a moment longer."""
+    is_waited_for = threading.Event()
+
+    def sync(self: RealFiles, file: FileIO) -> None:
+        if threading.current_thread().name == "shoal save":
+            is_waited_for.wait(30)
+            time.sleep(0.15)
+
+    def wait(self: Background, seconds: float | None = None) -> None:
+        is_waited_for.set()
+        WAIT(self, seconds)
+
+    def begin(self: Background, *arguments: object) -> None:
+        is_waited_for.clear()
+        BEGIN(self, *arguments)
+
+    with (
+        patch.object(RealFiles, "sync", sync),
+        patch.object(Background, "wait", wait),
+        patch.object(Background, "begin", begin),
+    ):
+        yield
 
 
 def slow_disk_and_a_signal() -> contextlib.AbstractContextManager[object]:
