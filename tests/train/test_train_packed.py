@@ -69,6 +69,15 @@ def test_positions_begin_anew_in_each_document_and_its_end_has_no_target():
     assert targets.tolist() == [0, -100, 8, 9, 0, -100, -100, 3]
 
 
+def test_angles_are_those_of_the_positions_in_each_document():
+    """Attention depends on differences of positions alone, so that losses would not tell."""
+    rotary, (inputs, _) = build("own").rotary, samples().batch(np.arange(BATCH))
+    apart = rotary(SEQ, torch.device("cpu"))
+    packed = rotary(SEQ, torch.device("cpu"), position_ids=inputs.position_ids)
+    assert torch.equal(packed.cosine[:, 0], apart.cosine[inputs.position_ids])
+    assert torch.equal(packed.sine[:, 0], apart.sine[inputs.position_ids])
+
+
 @pytest.mark.parametrize("kind", ["own", "llama", "gpt2"])
 def test_the_loss_of_packed_samples_is_the_mean_over_their_documents_apart(kind):
     if kind != "own":
@@ -121,7 +130,7 @@ def alone():
         ("own", "tp=2,microbatch=2"),
         ("own", "tp=2,tensor=plain"),
         ("own", "pp=2,microbatch=1"),
-        ("own", "dp=1,recompute=full,compile=blocks"),
+        pytest.param("own", "dp=1,recompute=full,compile=blocks", marks=pytest.mark.long),
         ("own", "pp=2,cp=2,microbatch=2"),
         ("llama", "dp=2,shard=zero3,microbatch=1"),
         ("llama", "cp=2"),
