@@ -8,6 +8,7 @@ samples from what was trained. `trace` makes a Workload of any module, for the p
 
 from shoal.models.as_llama import llama_config, llama_name, stored_as_llama
 from shoal.models.config import TransformerConfig
+from shoal.models.documents import Documents
 from shoal.models.dropout import Dropout, token_keys
 from shoal.models.experts import Mixture, auxiliary_loss, set_auxiliary_scale
 from shoal.models.hugging_face import can_read_in_parts
@@ -32,6 +33,7 @@ from shoal.models.transformer import Block, Transformer
 __all__ = [
     "ALL_LINEAR",
     "Block",
+    "Documents",
     "Dropout",
     "Mixture",
     "SingleDevice",
