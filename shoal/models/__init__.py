@@ -10,6 +10,7 @@ Workload of any module, for the planner.
 from shoal.models.as_llama import llama_config, llama_name, stored_as_llama
 from shoal.models.classifier import Classifier, is_classifier, new_parameters
 from shoal.models.config import TransformerConfig
+from shoal.models.documents import Documents
 from shoal.models.dropout import Dropout, token_keys
 from shoal.models.experts import Mixture, auxiliary_loss, set_auxiliary_scale
 from shoal.models.hugging_face import can_read_in_parts, classifier_of
@@ -35,6 +36,7 @@ __all__ = [
     "ALL_LINEAR",
     "Block",
     "Classifier",
+    "Documents",
     "Dropout",
     "Mixture",
     "SingleDevice",

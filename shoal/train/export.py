@@ -145,7 +145,8 @@ def export(
     config, checkpoint = newest_of(path, say)
     if merge:
         require_adapters(path, config)
-    layout = _layout_of(config)
+    is_alone = config.lora.rank is not None and not merge
+    layout = _as_named(config) if is_alone and _is_own_code(config) else _layout_of(config)
     adapters = Adapters.of(config, checkpoint, layout.transposed)
     dtype = dtype or str(layout.config.get("dtype") or layout.config.get("torch_dtype") or "float32")
     if dtype not in DTYPES:
@@ -154,13 +155,14 @@ def export(
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
-        if adapters is None or merge:
+        if adapters is None or not is_alone:
             written = _write_weights(checkpoint, layout, adapters, staging, DTYPES[dtype], shard_bytes)
             content = {**layout.config, "torch_dtype": dtype}
             content.pop("dtype", None)
             (staging / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         else:
-            written = write_adapters(adapters, layout.stored, layout.folder, staging, DTYPES[dtype])
+            task = "CAUSAL_LM" if layout.config else None  # peft asks more of a model with a task
+            written = write_adapters(adapters, layout.stored, layout.folder, task, staging, DTYPES[dtype])
         has_tokenizer = _copy_tokenizer(config, layout.folder, staging)
         os.replace(staging, directory)
     except OSError as error:
@@ -188,6 +190,17 @@ def _layout_of(config: TrainConfig) -> _Layout:
     content = llama_config(model.config)
     stored = {name: stored_as_llama(name, tuple(each.shape)) for name, each in model.named_parameters()}
     return _Layout(content, stored, None, frozenset())
+
+
+def _is_own_code(config: TrainConfig) -> bool:
+    return ":" in config.model and not config.model.startswith(_HUGGING_FACE)
+
+
+def _as_named(config: TrainConfig) -> _Layout:
+    """Return the layout of the adapters of a user's model: its own names, and no configuration."""
+    model = shape_of(config.model_copy(update={"lora": LoraConfig()}))
+    stored = {name: [StoredTensor(name, tuple(each.shape))] for name, each in model.named_parameters()}
+    return _Layout({}, stored, None, _transposed(model))
 
 
 def _as_it_came(config: TrainConfig) -> _Layout:

@@ -92,6 +92,7 @@ def write_adapters(
     adapters: Adapters,
     stored: Mapping[str, Sequence[StoredTensor]],
     base: Path | None,
+    task: str | None,
     folder: Path,
     dtype: torch.dtype,
 ) -> tuple[int, int, int]:
@@ -101,6 +102,7 @@ def write_adapters(
         adapters: The adapters.
         stored: The tensors of each tensor of the model, by name, as files of the base model have them.
         base: Folder of the base model; None if there is none.
+        task: Kind of the model, as peft names it; None for any module.
         folder: The folder to write into.
         dtype: Dtype of the matrices.
     """
@@ -115,7 +117,7 @@ def write_adapters(
     lora, known = adapters.lora, {each.name for tensors in stored.values() for each in tensors}
     content = {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": task,
         "base_model_name_or_path": None if base is None else str(base),
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if lora.alpha.is_integer() else lora.alpha,
@@ -132,6 +134,7 @@ def write_adapters(
 def _targets(layers: set[str], known: set[str]) -> list[str]:
     """Return the last parts of the layers' names if these match no other layer, else the whole names."""
     ends = {layer.rpartition(".")[-1] for layer in layers}
-    modules = {name.removesuffix(".weight") for name in known if name.endswith(".weight")}
+    parts = [name.split(".") for name in known]
+    modules = {".".join(each[:end]) for each in parts for end in range(1, len(each))}
     matched = {module for module in modules if module.rpartition(".")[-1] in ends}
     return sorted(ends if matched == layers else layers)

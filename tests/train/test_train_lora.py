@@ -9,6 +9,7 @@ from run_stand_ins import train
 from shoal.checkpoint import read_manifest, resolve
 from shoal.cli.main import main
 from shoal.data import Loader, prepare
+from shoal.errors import ModelError
 from shoal.models import is_adapter, next_token_loss, plain_name
 from shoal.run import Run
 from shoal.train import load_model
@@ -239,3 +240,42 @@ def test_what_has_other_adapters_or_none_is_refused_by_name(
     monkeypatch.setattr(builtins, "__import__", without_peft)
     assert main([*init, "--set", "lora.rank=2"]) == 2
     assert "pip install 'shoal[lora]'" in capsys.readouterr().err
+
+
+OWN = """
+from torch import nn
+
+class Own(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(256, 32)
+        layers = (nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32)) for _ in range(2))
+        self.layers = nn.ModuleList(layers)
+        self.head = nn.Linear(32, 256)
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return self.head(hidden)
+
+def build():
+    return Own()
+"""
+
+
+def test_adapters_of_a_users_model_are_exported_under_its_names(ranks, tiny_run, tmp_path, monkeypatch):
+    (tmp_path / "tuned_at_home.py").write_text(OWN)
+    words = ["model=tuned_at_home:build", "model_options={}", "lora.rank=4", "steps=3"]
+    words = [*tiny_run, *(word for each in words for word in ("--set", each)), "--run", "run"]
+    train(ranks, words, tmp_path)
+    ours, _ = load_model(tmp_path / "run", print)
+    export(tmp_path / "run", tmp_path / "adapters")
+    monkeypatch.syspath_prepend(tmp_path)
+    base = build_model(load_config(None, ["model=tuned_at_home:build"]), "cpu")
+    state = {plain_name(name): value for name, value in ours.state_dict().items() if not is_adapter(name)}
+    base.load_state_dict(state)
+    tuned = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
+    torch.testing.assert_close(logits_of(tuned, TOKENS), logits_of(ours, TOKENS), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ModelError, match="is of your own code"):
+        export(tmp_path / "run", tmp_path / "merged", merge=True)
