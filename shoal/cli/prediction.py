@@ -59,6 +59,12 @@ class Prediction:
                 possible="a run of one of Shoal's presets",
                 change="name another run",
             )
+        if (config.get("lora") or {}).get("rank"):
+            raise RunError(
+                f"{run.path} trained adapters of {config['model']}, whose costs are not known",
+                possible="a run that trained a whole preset",
+                change="name another run",
+            )
         plan = SettledPlan.of(Plan.parse(text), config["batch"])
         if cluster.devices != plan.ranks:
             cluster = cluster.with_devices(plan.ranks)
