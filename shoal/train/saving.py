@@ -49,6 +49,8 @@ class Saving:
     ) -> None:
         self._trainer = trainer
         self._config = config
+        # A copy of state that is in files would take the memory that they save.
+        self._is_beside = config.background and not trainer.plan.tiers.has_files
         self._directory = directory
         self._extra = extra
         self._coordinator = coordinator
@@ -69,7 +71,7 @@ class Saving:
         """Make room for the saves to come, once a step was made, if this rank's worker saves."""
         every = self._config.every
         is_periodic = every == "auto" or 0 < every < self._trainer.steps
-        if is_periodic and self._config.background and self._trainer.workers.leads:
+        if is_periodic and self._is_beside and self._trainer.workers.leads:
             self._trainer.saves.prepare()
 
     def stepped(self, seconds: float) -> None:
@@ -91,7 +93,7 @@ class Saving:
         self._saved_at = step
         self._begun += 1
         try:
-            stalled = self._save_in_background() if self._config.background else self._save_in_step()
+            stalled = self._save_in_background() if self._is_beside else self._save_in_step()
         except CheckpointError as error:
             self._note_failure(step, error)
             return
