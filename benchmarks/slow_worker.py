@@ -177,16 +177,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=60, help="steps of a training; default 60")
     parser.add_argument("--absent", type=float, default=3.0, help="seconds that worker 0 is lost; default 3")
     options = parser.parse_args(arguments)
-    alone = partial(measured, speeds=[SHARE], steps=options.steps)
     slow, equal = [SHARE * options.slower, *[SHARE] * (WORKERS - 1)], [SHARE] * WORKERS
-    # Long enough that the others have not ended when the lost worker comes back.
+    # Long enough that the others have not ended when the lost worker comes back, and that starting tells little.
     longer = max(options.steps, math.ceil(2 * (LOST + options.absent) / SHARE))
+    alone = partial(measured, speeds=[SHARE], steps=longer)
     costs: list[tuple[float, float, float]] = []
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     lost: dict[str, list[float]] = {way: [] for way in WAYS}
     for turn in range(options.rounds):
         own = 1 / alone("dp=1")
-        served, together = 1 / alone("dp=1,exchange=server"), WORKERS / measured("dp=4", equal, options.steps)
+        served, together = 1 / alone("dp=1,exchange=server"), WORKERS / measured("dp=4", equal, longer)
         costs.append((own, served - own, together - own))
         for way in WAYS if turn % 2 == 0 else reversed(WAYS):
             found[way].append(measured(WAYS[way], slow, options.steps))
