@@ -178,7 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--absent", type=float, default=3.0, help="seconds that worker 0 is lost; default 3")
     options = parser.parse_args(arguments)
     slow, equal = [SHARE * options.slower, *[SHARE] * (WORKERS - 1)], [SHARE] * WORKERS
-    # Long enough that the others have not ended when the lost worker comes back, and that starting tells little.
+    # The others must not have ended when the lost worker comes back, and starting should tell little.
     longer = max(options.steps, math.ceil(2 * (LOST + options.absent) / SHARE))
     alone = partial(measured, speeds=[SHARE], steps=longer)
     costs: list[tuple[float, float, float]] = []
