@@ -322,7 +322,9 @@ def picture(rows: dict[str, Any], expected: dict[str, tuple[float, float]]) -> s
         low, high = at(0, min(seconds))[1], at(0, max(seconds))[1]
         parts.append(f'<path d="M{x:.0f},{low:.0f} V{high:.0f}" stroke="#1f6feb"/>')
         parts.append(f'<circle cx="{x:.0f}" cy="{y:.0f}" r="4" fill="#1f6feb"/>')
-        parts.append(f'<text x="{x + 7:.0f}" y="{y + (16 if index % 2 else -6):.0f}">{name}</text>')
+        side, anchor = (7, "start") if x < 0.8 * width else (-7, "end")
+        below = 16 if index % 2 else -6
+        parts.append(f'<text x="{x + side:.0f}" y="{y + below:.0f}" text-anchor="{anchor}">{name}</text>')
     body = "\n".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
