@@ -23,7 +23,6 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -180,13 +179,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     slow, equal = [SHARE * options.slower, *[SHARE] * (WORKERS - 1)], [SHARE] * WORKERS
     # The others must not have ended when the lost worker comes back, and starting should tell little.
     longer = max(options.steps, math.ceil(2 * (LOST + options.absent) / SHARE))
-    alone = partial(measured, speeds=[SHARE], steps=longer)
     costs: list[tuple[float, float, float]] = []
     found: dict[str, list[float]] = {way: [] for way in WAYS}
     lost: dict[str, list[float]] = {way: [] for way in WAYS}
     for turn in range(options.rounds):
-        own = 1 / alone("dp=1")
-        served, together = 1 / alone("dp=1,exchange=server"), WORKERS / measured("dp=4", equal, longer)
+        own = 1 / measured("dp=1", [SHARE], longer)
+        served, together = (
+            WORKERS / measured(plan, equal, longer) for plan in ("dp=4,exchange=server", "dp=4")
+        )
         costs.append((own, served - own, together - own))
         for way in WAYS if turn % 2 == 0 else reversed(WAYS):
             found[way].append(measured(WAYS[way], slow, options.steps))
