@@ -3,9 +3,9 @@
     python benchmarks/slow_worker.py [--rounds 5] [--slower 3] [--absent 3]
 
 Four workers train a small model, one process each. A worker's loss waits for the time of a share, as a host
-waits for its device, so that this machine's cores are not the limit. Measured first: the seconds
-of a share with one worker, and of an exchange and of an average with four. From these `shoal.simulate.course_of` predicts the
-shares a second of every way of exchange. All are measured in turns; prints Markdown.
+waits for its device, so that this machine's cores are not the limit. Measured first: the seconds of a share
+with one worker, and of an exchange and of an average with four. From these `shoal.simulate.course_of`
+predicts the shares a second of every way of exchange. All are measured in turns; prints Markdown.
 
 Then all workers are equally fast, and one is lost: it is killed, and begins anew after some seconds. Servers
 go on with the others. Without servers all need it: there it is stopped for these seconds, which is less than
