@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,9 @@ from run_stand_ins import free_port, train
 from saves_stand_ins import save_beside_steps, shoal_with
 
 from shoal.checkpoint import SingleProcess, checkpoints, read_manifest, step_of, verify
-from shoal.errors import ConfigError
+from shoal.errors import CheckpointError, ConfigError
 from shoal.launch import EXIT_STOPPED
+from shoal.plan import Plan
 from shoal.run import Run
 from shoal.train import CheckpointConfig, load_config
 from shoal.train.saves import Begun
@@ -106,9 +108,13 @@ def test_a_trainer_saves_the_state_of_the_copy_and_links_what_is_not_trained(ran
 class Told:
     """A Trainer that only counts steps and saves, of which each stops it for half a second."""
 
-    def __init__(self) -> None:
+    def __init__(self, plan: str = "dp=1") -> None:
+        self.plan = Plan.parse(plan)
         self.step_count = 0
         self.saved: list[int] = []
+
+    def save(self, *_: Any) -> Path:
+        raise CheckpointError("in the step")
 
     def save_in_background(self, *_: Any, told: Any, **__: Any) -> Begun:
         self.saved.append(self.step_count)
@@ -130,6 +136,15 @@ def test_the_interval_follows_the_time_to_save_and_the_mean_time_between_failure
     assert trainer.saved == list(range(10, 401, every))
     assert len(said) == 1
     assert said[0].startswith(f"a checkpoint every {every} steps of 100 ms: training waits 500 ms for one")
+
+
+def test_state_in_files_is_saved_in_the_step_because_a_copy_would_take_memory(tmp_path):
+    trainer, said = Told("dp=1,offload=optimizer:file"), []
+    saving = Saving(trainer, CheckpointConfig(every=1), tmp_path, {}, SingleProcess(), said.append)
+    trainer.step_count = 1
+    saving.save_if_due(0)
+    assert trainer.saved == []
+    assert said == ["warning: step 1 was not saved, training goes on: in the step"]
 
 
 def test_every_is_a_number_or_auto():
