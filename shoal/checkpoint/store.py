@@ -88,9 +88,13 @@ class Store:
             CorruptCheckpointError: It is not what was written; then it is not complete in the store.
             CheckpointError: It cannot be read, or the store cannot be written.
         """
-        manifest = read_manifest(checkpoint)
+        manifest, told = read_manifest(checkpoint), (checkpoint / MANIFEST_NAME).read_bytes()
         with self._reported(f"cannot take {checkpoint.name}"):
-            self._remove([name for name in self._folders() if name not in self.steps()])
+            complete = self.steps()
+            self._remove([name for name in self._folders() if name not in complete])
+            if checkpoint.name in complete:
+                # While another one of that name is replaced, it must not be taken for complete.
+                self._files.rm_file(self._path(checkpoint.name, MANIFEST_NAME))
             for name, record in manifest.files.items():
                 digest = hashlib.sha256()
                 place = self._path(checkpoint.name, name)
@@ -105,9 +109,7 @@ class Store:
             description = checkpoint.parent.parent / _DESCRIPTION
             if description.is_file():
                 self._files.pipe_file(f"{self._root}/{_DESCRIPTION}", description.read_bytes())
-            self._files.pipe_file(
-                self._path(checkpoint.name, MANIFEST_NAME), (checkpoint / MANIFEST_NAME).read_bytes()
-            )
+            self._files.pipe_file(self._path(checkpoint.name, MANIFEST_NAME), told)
             if keep is not None:
                 self._remove(self.steps()[keep:])
 

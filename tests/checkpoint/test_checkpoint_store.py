@@ -149,3 +149,23 @@ def test_a_run_copies_its_checkpoints_and_goes_on_elsewhere(ranks, tiny_run, tmp
 def test_a_copy_needs_one_url_and_one_path(source: str, target: str, capsys) -> None:
     assert main(["checkpoint", "copy", source, target]) == 2
     assert "give one URL and one path" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_is_being_replaced_is_not_taken_for_complete(
+    run: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest, older = checkpoints(run / "checkpoints")
+    store = Store(url)
+    store.put(older)
+    store.put(newest)
+    open_file = store._files.open
+
+    def opened(path: str, mode: str = "rb", **named):
+        if mode == "wb" and path.endswith("rank-00001.safetensors"):
+            raise OSError("the store is gone")
+        return open_file(path, mode, **named)
+
+    monkeypatch.setattr(store._files, "open", opened)
+    with pytest.raises(CheckpointError, match="the store is gone"):
+        store.put(newest)
+    assert Store(url).steps() == [older.name]
