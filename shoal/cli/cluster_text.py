@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-from shoal.cli.table import paragraph, table_of
+from shoal.cli.table import labelled, paragraph, table_of
 from shoal.cluster import PRESETS, Cluster, Device
 from shoal.cluster.derived import derived
 from shoal.cluster.keys import key_of
@@ -127,7 +127,7 @@ def derived_text(cluster: Cluster) -> str:
     rows.append(("dollars an hour", _unknown(found.dollars, lambda value: f"${value:,.2f} on demand")))
     watts = None if found.kilowatts is None else 1e3 * found.kilowatts
     rows.append(("power", _unknown(watts, lambda value: f"{_scaled(value, 'W')} with nodes and building")))
-    return _rows_text([row for row in rows if row[1]])
+    return labelled([row for row in rows if row[1]])
 
 
 def _pace_text(pace: float) -> str:
@@ -157,12 +157,7 @@ def _section(
     name = getattr(described, "name", "")
     heading = f"{title}: {name}" if name and name not in title else title
     told = "" if source is None else "\n" + paragraph(f"  source: {source or 'not told'}", indent="    ")
-    return f"{heading}\n{_rows_text([*rows, *more], indent='  ')}{told}"
-
-
-def _rows_text(rows: Sequence[tuple[str, str]], *, indent: str = "") -> str:
-    width = max(len(label) for label, _ in rows)
-    return "\n".join(f"{indent}{label.ljust(width)}  {value}" for label, value in rows)
+    return f"{heading}\n{labelled([*rows, *more], indent='  ')}{told}"
 
 
 def _value_text(kind: str, name: str, value: Any) -> str:

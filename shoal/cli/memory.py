@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.prediction import Prediction
-from shoal.cli.table import paragraph, table_of
+from shoal.cli.table import labelled, paragraph, table_of
 from shoal.cli.workload import open_workload
 from shoal.errors import RunError, UserError
 from shoal.run import OUTSIDE
@@ -220,7 +220,7 @@ def _run_text(summary: Mapping[str, Any]) -> str:
         )
     if summary["not_predicted"]:
         rows.append(("predicted", f"no: {summary['not_predicted']}"))
-    paragraphs = [_heading(rows), _compared(here, summary["predicted"])]
+    paragraphs = [labelled(rows), _compared(here, summary["predicted"])]
     if len(summary["ranks"]) > 1:
         paragraphs.append(_ranks_text(summary["ranks"]))
     title = f"blocks of rank {here['rank']}"
@@ -241,7 +241,7 @@ def _plan_text(summary: Mapping[str, Any]) -> str:
             f"{fullest['moment']}",
         ),
     ]
-    paragraphs = [_heading(rows)]
+    paragraphs = [labelled(rows)]
     names = list(dict.fromkeys(name for each in summary["places"] for name in each["parts"]))
     lines = [
         [
@@ -259,11 +259,6 @@ def _plan_text(summary: Mapping[str, Any]) -> str:
             break
     paragraphs.append(paragraph("Activations of a block are those of one micro-batch."))
     return "\n\n".join(paragraphs)
-
-
-def _heading(rows: Sequence[tuple[str, str]]) -> str:
-    width = max(len(label) for label, _ in rows)
-    return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
 
 
 def _compared(measured: Mapping[str, Any], predicted: Mapping[str, Any] | None) -> str:

@@ -23,7 +23,7 @@ from shoal.cli.breakdown import (
 from shoal.cli.exchanged import exchanged_summary, exchanged_text
 from shoal.cli.files import write_file
 from shoal.cli.prediction import Prediction, compare_text, kinds_compared
-from shoal.cli.table import table_of
+from shoal.cli.table import labelled, table_of
 from shoal.cluster import Cluster
 from shoal.errors import RunError, UserError
 from shoal.plan import Plan
@@ -280,8 +280,7 @@ def _heading(summary: Mapping[str, Any]) -> str:
         rows.append(("tokens/s/device", f"{summary['tokens_per_second_per_device']:,.0f}"))
     if summary["mfu"] is not None:
         rows.append(("MFU", f"{summary['mfu']:.1%}"))
-    width = max(len(label) for label, _ in rows)
-    return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
+    return labelled(rows)
 
 
 def _stages_text(stages: Sequence[Mapping[str, Any]]) -> str:

@@ -14,7 +14,7 @@ from shoal.cli.breakdown import breakdown_summary, collectives_text, parts_text,
 from shoal.cli.files import write_file, write_text
 from shoal.cli.offload import offload_summary, offload_text
 from shoal.cli.outlook import add_outlook, as_asked, long_run_of, long_run_summary, long_run_text
-from shoal.cli.table import paragraph, table_of
+from shoal.cli.table import labelled, paragraph, table_of
 from shoal.cli.traffic import traffic_summary, traffic_text
 from shoal.cli.workload import MFU, add_arguments, open_workload
 from shoal.errors import ConfigError, PlanError
@@ -283,8 +283,7 @@ def _heading(summary: Mapping[str, Any]) -> str:
             f"{format_bytes(round(fullest['peak_bytes']))} of {format_bytes(round(of_device))}, {fits}",
         ),
     ]
-    width = max(len(label) for label, _ in rows)
-    return "\n".join(f"{label:<{width}}  {value}" for label, value in rows)
+    return labelled(rows)
 
 
 def _memory_text(memory: Sequence[Mapping[str, Any]]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-__all__ = ["paragraph", "table_of"]
+__all__ = ["labelled", "paragraph", "table_of"]
 
 _COLUMNS = 100  # for text
 
@@ -19,6 +19,12 @@ def table_of(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         lines.append("  ".join(cells))
     return "\n".join(lines)
+
+
+def labelled(rows: Sequence[tuple[str, str]], *, indent: str = "") -> str:
+    """Return a line for each pair of a label and a value, with the values below each other."""
+    width = max(len(label) for label, _ in rows)
+    return "\n".join(f"{indent}{label:<{width}}  {value}" for label, value in rows)
 
 
 def paragraph(text: str, *, indent: str = "  ") -> str:

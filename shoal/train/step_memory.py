@@ -94,7 +94,6 @@ class StepMemory:
             UnitMemory(name, weights[name], gradients[name], optimizer[name], max(0, self._activations[name]))
             for name in names
         )
-        is_gpu = self._live is None
         return MeasuredMemory(
             rank=rank,
             step=step,
@@ -103,7 +102,7 @@ class StepMemory:
             buffers=sum(each.nbytes for each in self._parallel.module.buffers()),
             units=tuple(unit for unit in units if any((unit.weights, unit.optimizer, unit.activations))),
             resident=_most_resident(),
-            reserved=torch.cuda.max_memory_reserved(self._device) if is_gpu else None,
+            reserved=torch.cuda.max_memory_reserved(self._device) if self._live is None else None,
         )
 
     def _note_peak(self) -> None:
