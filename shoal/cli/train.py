@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import pickle
 import sys
 import tempfile
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from shoal.cli.local import nursery_for
 from shoal.errors import RunError, WorkerError
+from shoal.values import encode
 
 if TYPE_CHECKING:
     from shoal.launch import Nursery, World
@@ -129,7 +129,7 @@ def _on_local_ranks(job: Job, nursery: Nursery | None) -> int:
     from shoal.launch import launch
 
     with tempfile.NamedTemporaryFile(prefix="shoal-", suffix=".job") as file:
-        file.write(pickle.dumps(job))
+        file.write(encode(job))
         file.flush()
         try:
             command = [sys.executable, "-m", "shoal.train", file.name]

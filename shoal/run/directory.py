@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +34,7 @@ _DESCRIPTION = "run.json"
 _NAMED_RUNS = 5
 
 
+@dataclass(frozen=True, repr=False)
 class Run:
     """A run directory; `Run.create` makes one, `Run.open` finds one.
 
@@ -40,8 +42,7 @@ class Run:
         path: The directory.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    path: Path
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import pickle
 import sys
 from functools import partial
 from pathlib import Path
 
 from shoal.launch import find_world, run_rank
 from shoal.train.execute import execute
+from shoal.values import decode
 
 if __name__ == "__main__":
     world = find_world()
     assert world is not None
-    job = pickle.loads(Path(sys.argv[1]).read_bytes())
+    job = decode(Path(sys.argv[1]).read_bytes())
     sys.exit(run_rank(world.rank, partial(execute, lambda: job, world)))
