@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -24,7 +26,7 @@ from shoal.errors import (
     ConfigError,
     TrainingError,
 )
-from shoal.launch import EXIT_STOPPED, StopSignal, World, choose_device, join
+from shoal.launch import EXIT_STOPPED, Membership, StopSignal, World, choose_device, join
 from shoal.parallel import own_device
 from shoal.plan import Plan
 from shoal.record import (
@@ -41,6 +43,7 @@ from shoal.train.classes import prepared
 from shoal.train.compiling import Compiling
 from shoal.train.config import describe_config
 from shoal.train.describe import describe, new_parameters_text, passed_over_text, since_step
+from shoal.train.elastic_saves import FOLDER, MemorySaves, newest_state
 from shoal.train.first_weights import begin_from
 from shoal.train.held_out import HeldOut, accuracy
 from shoal.train.job import Job, nothing_left_to_do
@@ -60,7 +63,13 @@ from shoal.train.uploading import Uploading
 from shoal.train.workers import Workers
 from shoal.units import format_count
 
-__all__ = ["execute"]
+__all__ = ["Regroup", "execute", "execute_as_member"]
+
+_LOST = 20.0  # seconds in which the launcher notes that a rank is lost
+
+
+class Regroup(Exception):  # noqa: N818, it tells of no error
+    """The members of the training change: its state is saved, and another group of ranks goes on from it."""
 
 
 def execute(choose: Callable[[], Job], world: World, stop: StopSignal) -> int:
@@ -91,6 +100,32 @@ def execute(choose: Callable[[], Job], world: World, stop: StopSignal) -> int:
     finally:
         if dist.is_initialized() and sys.exc_info()[0] is None:
             dist.destroy_process_group()
+
+
+def execute_as_member(job: Job, world: World, stop: StopSignal, membership: Membership, store: Store) -> int:
+    """Train as a rank of one generation of members; return the exit code.
+
+    Args:
+        job: The job, whose Plan is for these ranks.
+        world: The ranks.
+        stop: Says whether this process was asked to stop, or to leave.
+        membership: Says whether the members change.
+        store: The store in which these ranks meet.
+
+    Raises:
+        Regroup: The members change, or this one was asked to leave; the state is saved.
+    """
+    device = _begin(job, world, store)
+    coordinator: Coordinator = ProcessGroupCoordinator() if dist.is_initialized() else SingleProcess()
+    if done := coordinator.all_gather_object(nothing_left_to_do(job) if world.rank == 0 else "")[0]:
+        print(done, file=sys.stderr)
+        return 0
+    execution = _Execution(job, world, device, coordinator, membership=membership)
+    try:
+        return execution.run(stop)
+    except Exception:
+        execution.save_replica()
+        raise
 
 
 def _execute_as_worker(role: Role, stop: StopSignal) -> int:
@@ -128,11 +163,13 @@ class _Execution:
         device: torch.device,
         coordinator: Coordinator,
         role: Role | None = None,
+        membership: Membership | None = None,
     ) -> None:
         self._job = job
         self._config = job.config
         self._world = world
         self._role = role
+        self._membership = membership
         self._servers = None if role is None else role.servers()
         self._workers: Workers | None = None  # until the Trainer is made
         self._looked_at = 0  # the step after which was last looked what is due
@@ -191,6 +228,7 @@ class _Execution:
             self._coordinator,
             self._say,
         )
+        self._in_memory = None if membership is None else self._saves_in_memory()
         self._loggers = self._open_loggers()
         self._compiling = Compiling(self._say)
 
@@ -205,6 +243,9 @@ class _Execution:
             while self._trainer.step_count < self._config.steps:
                 self._step(stop)
                 if self._is_stopped and self._trainer.step_count < self._config.steps:
+                    if self._in_memory is not None and not self._is_asked_to_stop(stop):
+                        self._in_memory.save_now()
+                        raise Regroup
                     if self._trainer.workers.leads:
                         path = self._saving.save_at_end()
                         self._say(f"stopped by a signal; saved {path}; go on with --resume {self._run.path}")
@@ -238,7 +279,8 @@ class _Execution:
         """Make a step. If too many were skipped, save the state after them: a resume goes on there."""
         self._compiling.begin_step()
         try:
-            self._make_step(stop=stop.received is not None)
+            changes = self._membership is not None and self._membership.is_due
+            self._make_step(stop=changes or stop.received is not None)
             self._compiling.stepped(self._trainer.step_count)
         except TrainingError:
             with contextlib.suppress(CheckpointError):
@@ -268,6 +310,8 @@ class _Execution:
         """Take note of a step's result; on a GPU it comes while the next step runs."""
         self._is_stopped |= result.stop
         self._saving.stepped(result.seconds)
+        if self._in_memory is not None:
+            self._in_memory.stepped(result.seconds)
         if not (self._is_savable or result.skipped):
             self._trainer.require_savable()
             self._saving.prepare()
@@ -301,12 +345,12 @@ class _Execution:
             self._say(f"step {step}/{last}  validation {told}")
         if step == last:
             self._saving.save_at_end()
-        else:
-            self._saving.save_if_due(before)
+        elif not self._saving.save_if_due(before) and self._in_memory is not None:
+            self._in_memory.save_if_due()
 
     def _upload(self, checkpoint: Path) -> None:
         """Copy a checkpoint that is complete to the object store, if there is one."""
-        if self._is_first and self._config.checkpoint.store:
+        if self._is_first and self._config.checkpoint.store and checkpoint.parent == self._run.checkpoints:
             self._uploading = self._uploading or Uploading(self._config.checkpoint, self._say)
             self._uploading.saved(checkpoint)
 
@@ -314,6 +358,10 @@ class _Execution:
         """Load what the job resumes or begins from, if anything, and describe the run as it is now."""
         resume, init = self._job.resume, self._config.init
         if resume is not None:
+            if self._in_memory is not None and resume.checkpoint is None:
+                places = [self._in_memory.directory, resume.run.checkpoints]
+                newest = newest_state(places, self._coordinator, self._say)
+                resume = dataclasses.replace(resume, checkpoint=newest)
             path = go_on(self._trainer, resume, self._data, self._coordinator, self._say)
             begins = "there is no sound checkpoint: training starts from the beginning"
             self._say(f"goes on from {path}" if path else begins)
@@ -336,6 +384,28 @@ class _Execution:
         before = self._run.description
         since = since_step(before, now, self._trainer.step_count + 1)
         return {**now, "created": before["created"], "since_step": since}
+
+    def _saves_in_memory(self) -> MemorySaves:
+        folder = os.environ.get(FOLDER)
+        directory = Path(folder) if folder else self._run.checkpoints
+        every = self._config.checkpoint.memory if folder else 0
+        given = {"data": self._data}, self._coordinator, self._say
+        return MemorySaves(self._trainer, every, directory, *given)
+
+    def save_replica(self) -> None:
+        """Keep the last step's state after a rank was lost, if this rank has all of it and will be first."""
+        plan = self._trainer.plan
+        is_whole = plan.dp == plan.ranks and plan.shard == "none" and plan.exchange in ("bucketed", "naive")
+        if self._membership is None or self._in_memory is None or not is_whole or not self._is_savable:
+            return
+        leads = self._membership.leads_next(_LOST)
+        if leads:
+            with contextlib.suppress(CheckpointError):  # then an older state counts
+                self._in_memory.save_replica()
+
+    def _is_asked_to_stop(self, stop: StopSignal) -> bool:
+        """Return whether all ranks were asked to stop, and not some of them to leave; on all ranks."""
+        return all(self._coordinator.all_gather_object(stop.received is not None))
 
     def _opening(self) -> str:
         model, device = self._described["model"], self._described["device"]
