@@ -182,6 +182,7 @@ def _as_rank(world: World, choose: Callable[[], Job]) -> int:
 
 def _on_local_ranks(job: Job, nursery: Nursery | None, elasticity: Elasticity | None) -> int:
     from shoal.launch import launch, launch_elastic
+    from shoal.run import Run
     from shoal.train import FOLDER, memory_folder
 
     with tempfile.NamedTemporaryFile(prefix="shoal-", suffix=".job") as file:
@@ -198,6 +199,7 @@ def _on_local_ranks(job: Job, nursery: Nursery | None, elasticity: Elasticity | 
                         elasticity,
                         {**os.environ, **given},
                         logs=job.path / "log",
+                        events=Run(job.path).members_file,
                         nursery=nursery,
                     )
             return launch(command, job.processes, logs=job.path / "log", nursery=nursery, units=job.units)

@@ -6,12 +6,14 @@ started again, and joins in a later generation. See `shoal.launch.membership`.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -64,6 +66,7 @@ def launch_elastic(
     environment: Mapping[str, str] = os.environ,
     *,
     logs: Path | None = None,
+    events: Path | None = None,
     nursery: Nursery | None = None,
 ) -> int:
     """Run a command as each of some members, of which some may be lost; otherwise like `launch`.
@@ -76,6 +79,8 @@ def launch_elastic(
         elasticity: How many may be lost.
         environment: Environment of the members, beside what torchrun gives them.
         logs: Directory in which each member's output is kept, once the directory exists.
+        events: JSON lines that tell which members were lost, left and came, and when; None for none. It is
+            written once its folder exists.
         nursery: The Nursery that members are forked from; None to start a program for each.
 
     Returns:
@@ -101,7 +106,7 @@ def launch_elastic(
             for member in range(most)
         ]
         with LocalRanks(command, environments, logs, nursery) as processes:
-            return _Members(processes, store, Path(folder), elasticity, most).run(signals)
+            return _Members(processes, store, Path(folder), elasticity, most, events).run(signals)
 
 
 @final
@@ -109,11 +114,18 @@ class _Members:
     """The members of a training on this machine, watched by the launcher."""
 
     def __init__(
-        self, processes: LocalRanks, store: Store, folder: Path, elasticity: Elasticity, most: int
+        self,
+        processes: LocalRanks,
+        store: Store,
+        folder: Path,
+        elasticity: Elasticity,
+        most: int,
+        events: Path | None,
     ) -> None:
         self._processes = processes
         self._roster = Roster(store)
         self._folder = folder
+        self._events = events
         self._least = elasticity.least
         self._restarts = elasticity.restarts
         self._present = list(range(most))
@@ -172,7 +184,10 @@ class _Members:
                 return False
             left = len(self._present)
             print(f"shoal: {self._failure}; {left} go on, if they can", file=sys.stderr, flush=True)
+            self._note("lost", failed, str(self._failure))
             self._start_again(failed)
+        else:
+            self._note("left", codes)
         if len(self._present) + len(self._starting) < self._least or not (self._present or self._starting):
             return False
         if was_present and len(self._present) >= self._least:
@@ -206,6 +221,15 @@ class _Members:
         if len(self._present) >= self._least:
             self._roster.announce(self._present, is_broken=not was_enough)
             print(f"shoal: {_named(ready)}; now there are {len(self._present)}", file=sys.stderr, flush=True)
+            self._note("came", ready)
+
+    def _note(self, event: str, members: Iterable[int], reason: str = "") -> None:
+        """Append an event to the file of events. A full disk loses it, and stops nothing."""
+        if self._events is None or not self._events.parent.is_dir():
+            return
+        told = {"time": time.time(), "event": event, "members": sorted(members), "present": self._present}
+        with contextlib.suppress(OSError), self._events.open("a") as file:
+            file.write(json.dumps({**told, "reason": reason} if reason else told) + "\n")
 
     def _end_stopped(self) -> None:
         """End processes that were stopped for long: they hold up all others."""
