@@ -104,6 +104,7 @@ class Membership:
         self._store = PrefixStore(_PREFIX, connect())
         self._abort = abort
         self._newer: Generation | None = None
+        self._entered = after
         self._is_closed = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="shoal-membership", daemon=True)
@@ -131,7 +132,9 @@ class Membership:
         self._thread.start()
 
     def next(self, seconds: float) -> Generation | None:
-        """Enter the newest generation with this member, once there is a newer one than the present.
+        """Enter the newest generation with this member, once all members of a newer one are here.
+
+        So no member forms a group and waits in vain for others that have gone to a newer generation.
 
         Args:
             seconds: Time to wait for it.
@@ -141,13 +144,17 @@ class Membership:
         """
         until = time.monotonic() + seconds
         while time.monotonic() < until:
+            own = self.generation
+            if self.member in own.members and own.number != self._entered and self._is_here(own):
+                self._entered = own.number
+                return own
             newest = self._newest()
-            if newest is not None and newest.number > self.generation.number:
+            if newest is not None and newest.number > own.number:
                 with self._lock:
                     self.generation, self._newer = newest, None
-                if self.member in newest.members:
-                    return newest
+                self._store.set(_here(newest.number, self.member), "")
                 until = time.monotonic() + seconds
+                continue
             time.sleep(_LOOK)
         return None
 
@@ -179,8 +186,11 @@ class Membership:
                         continue
                     is_known = self._newer is not None and self._newer.number == newest.number
                     self._newer = newest
-                    if newest.is_broken and not is_known and self.generation.members:
+                    if newest.is_broken and not is_known and self._entered == self.generation.number:
                         self._abort()
+
+    def _is_here(self, generation: Generation) -> bool:
+        return bool(self._store.check([_here(generation.number, member) for member in generation.members]))
 
     def _newest(self) -> Generation | None:
         if not self._store.check([_NEWEST]):
@@ -188,6 +198,10 @@ class Membership:
         number = int(self._store.get(_NEWEST))
         told = json.loads(self._store.get(f"generation {number}"))
         return Generation(number, tuple(told["members"]), bool(told["is_broken"]))
+
+
+def _here(generation: int, member: int) -> str:
+    return f"{generation} has {member}"
 
 
 def _ready(member: int) -> str:

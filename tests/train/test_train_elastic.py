@@ -60,7 +60,7 @@ class Trained:
             env={**os.environ, "FAULT": fault, "WHO": who, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=500,
         )
         self.code, self.told = ended.returncode, ended.stderr
         self.losses = {}
