@@ -15,7 +15,8 @@ from shoal.launch import EXIT_STOPPED, Generation, Membership, StopSignal, World
 from shoal.plan import Plan, SettledPlan
 from shoal.run import Run
 from shoal.train.automatic import choose_plan
-from shoal.train.execute import Regroup, execute_as_member
+from shoal.train.execute import execute_as_member
+from shoal.train.execution import Regroup
 from shoal.train.job import Job, Resume
 
 __all__ = ["abort", "execute_elastic", "job_for"]
