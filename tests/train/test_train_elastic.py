@@ -24,7 +24,8 @@ import os, signal, sys, time
 def begin(step, steps):
     member, is_first = os.environ.get("SHOAL_MEMBER"), os.environ.get("SHOAL_AFTER") == "-1"
     fault = os.environ.get("FAULT", "")
-    if step == {FAULT} and member == os.environ.get("WHO", "1") and (is_first or fault == "always"):
+    is_due = step >= {FAULT} if fault == "always" else step == {FAULT} and is_first
+    if is_due and member == os.environ.get("WHO", "1"):
         if fault in ("kill", "always"):
             os.kill(os.getpid(), signal.SIGKILL)
         if fault == "segfault":
