@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint import Coordinator, latest, read_manifest, verify
+from shoal.checkpoint import Coordinator, attempt_together, checkpoints, newest_sound, read_together
 from shoal.errors import CheckpointError, CorruptCheckpointError, DataError, ModelError
 from shoal.train.job import Resume
 from shoal.train.trainer import Trainer
@@ -38,29 +38,30 @@ def go_on(
         ModelError: It does not fit the model.
         CorruptCheckpointError: The named checkpoint is corrupt.
     """
-    path = resume.checkpoint
-    if path is None:
-        path = latest(resume.run.checkpoints, coordinator, say)
-    else:
-        verify(path, coordinator)
-    if path is None:
-        return None
-    _require_same_data(path, data)
-    try:
-        trainer.load(path)
-    except CorruptCheckpointError:
-        raise
-    except CheckpointError as error:
-        raise ModelError(
-            f"the model does not fit the state that is resumed: {error}",
-            possible="the model and model_options of the run that saved it",
-            change="give the model of that run, or start a new run",
-        ) from error
-    return path
+
+    def take_up(path: Path) -> None:
+        _require_same_data(read_together(path, coordinator).state["data"], data)
+        try:
+            trainer.load(path)
+        except CorruptCheckpointError:
+            raise
+        except CheckpointError as error:
+            raise ModelError(
+                f"the model does not fit the state that is resumed: {error}",
+                possible="the model and model_options of the run that saved it",
+                change="give the model of that run, or start a new run",
+            ) from error
+
+    if resume.checkpoint is not None:
+        take_up(resume.checkpoint)
+        return resume.checkpoint
+    directory = resume.run.checkpoints
+    found = attempt_together(coordinator, f"cannot list {directory}", lambda: checkpoints(directory))
+    loaded = newest_sound(found[coordinator.rank], coordinator, say, take_up)
+    return None if loaded is None else loaded[0]
 
 
-def _require_same_data(path: Path, data: Mapping[str, Any]) -> None:
-    saved: Mapping[str, Any] = read_manifest(path).state["data"]
+def _require_same_data(saved: Mapping[str, Any], data: Mapping[str, Any]) -> None:
     for name, value in data.items():
         if saved[name] != value:
             raise DataError(
