@@ -144,11 +144,26 @@ def _copies(manifest: Manifest, piece: Piece) -> Iterator[Copy]:
             f"and {list(piece.shape)} is expected"
         )
     dtype = dtype_named(record.dtype)
+    if not _converts(dtype, piece.tensor.dtype):
+        raise CheckpointError(
+            f"tensor {piece.name!r} is {_title(dtype)} in the checkpoint, and {_title(piece.tensor.dtype)} "
+            "is expected, to which it does not convert: use the type of the run that saved it"
+        )
     mine = (piece.block, piece.start, piece.stop)
     for source in record.pieces:
         held = (source.block(record.shape), source.start, source.stop)
         for source_run, target_run, region in overlaps(held, mine):
             yield Copy(source, piece, source_run, target_run, region, dtype)
+
+
+def _converts(one: torch.dtype, other: torch.dtype) -> bool:
+    """Return whether values of a type can be those of another one, for floating types with rounding."""
+    is_wider_integer = not one.is_floating_point and one.itemsize < other.itemsize
+    return other.is_floating_point or one == other or is_wider_integer
+
+
+def _title(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def perform(copy: Copy, reader: ShardReader, read: Callable[[str, int, torch.Tensor], None]) -> None:

@@ -11,17 +11,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from heapq import nlargest
 from pathlib import Path
-
-import torch
 
 from shoal.checkpoint.coordinator import Coordinator, attempt_together
 from shoal.checkpoint.load import Copy, copies_by_file, in_order_of_file, opened, perform
 from shoal.checkpoint.manifest import FileRecord, Manifest
 from shoal.checkpoint.piece import Piece
 from shoal.checkpoint.reader import HashedPass
+from shoal.checkpoint.staging import Staging
 from shoal.checkpoint.verify import check_hash, check_size
 
 __all__ = ["load_verified"]
@@ -51,14 +49,33 @@ def load_verified(
         CheckpointError: A tensor is not in the checkpoint, or does not fit. All ranks raise the same error.
         CorruptCheckpointError: A file is not what was written. All ranks raise the same error.
     """
+    staging = Staging()
+    try:
+        staged = _read(path, manifest, coordinator, fresh, in_use, staging)
+        for piece in in_use:
+            if piece in staged:
+                piece.tensor.detach().view(-1).copy_(staged[piece].tensor)
+    finally:
+        staging.release()
+
+
+def _read(
+    path: Path,
+    manifest: Manifest,
+    coordinator: Coordinator,
+    fresh: Sequence[Piece],
+    in_use: Sequence[Piece],
+    staging: Staging,
+) -> dict[Piece, Piece]:
+    """Read and verify all files; return the places where the pieces that are in use were read."""
     purpose = f"cannot load {path}"
-    staged = [
-        replace(piece, tensor=torch.empty(piece.tensor.shape, dtype=piece.tensor.dtype)) for piece in in_use
-    ]
+    staged: dict[Piece, Piece] = {}
     mine: dict[str, list[Copy]] = {}
 
     def choose() -> dict[str, int]:
-        mine.update(copies_by_file(manifest, [*fresh, *staged]))
+        staging.reserve(in_use)
+        staged.update(staging.places(in_use))
+        mine.update(copies_by_file(manifest, [*fresh, *staged.values()]))
         wants = {name: sum(copy.nbytes for copy in copies) for name, copies in mine.items()}
         return {name: wants[name] for name in nlargest(_TOLD, wants, key=wants.__getitem__)}
 
@@ -77,8 +94,7 @@ def load_verified(
                         perform(copy, reader, reader.read)
 
     attempt_together(coordinator, purpose, read)
-    for piece, held in zip(in_use, staged, strict=True):
-        piece.tensor.detach().copy_(held.tensor)
+    return staged
 
 
 def _readers(files: Mapping[str, FileRecord], wants: Sequence[Mapping[str, int]]) -> dict[str, int]:
