@@ -30,11 +30,11 @@ from shoal.checkpoint.piece import Piece
 from shoal.checkpoint.shard import Shard, Values, describe, own_values
 from shoal.errors import CheckpointError
 
-__all__ = ["Saver", "save"]
+__all__ = ["Part", "Saver", "save"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class Part:
     """What one rank wrote.
 
     Attributes:
@@ -175,7 +175,7 @@ class Saver:
         sweep(directory, self.files)
         self.files.make_directory(staging)
 
-    def _write_part(self, staging: Path, rank: int, pieces: Sequence[Piece]) -> _Part:
+    def _write_part(self, staging: Path, rank: int, pieces: Sequence[Piece]) -> Part:
         names = f"rank-{rank:05d}.safetensors", _constant_name(rank)
         tensors = describe([(names[piece.is_constant], piece) for piece in pieces])
         changing = Shard([piece for piece in pieces if not piece.is_constant], self._values)
@@ -193,7 +193,7 @@ class Saver:
             linked = self._link(constant, path)
             self._files[names[1]] = linked or constant.write(path, self.files, self._chunks)
         is_known, self._told = tensors == self._told, tensors
-        return _Part(self._files, None if is_known else tensors)
+        return Part(self._files, None if is_known else tensors)
 
     def _link(self, shard: Shard, path: Path) -> FileRecord | None:
         """Make `path` a link to the file that has the shard already; None if there is none."""
@@ -208,7 +208,7 @@ class Saver:
             return None
         return before.record
 
-    def _manifest(self, step: int, parts: Sequence[_Part], state: Mapping[str, Any]) -> Manifest:
+    def _manifest(self, step: int, parts: Sequence[Part], state: Mapping[str, Any]) -> Manifest:
         if any(part.tensors is not None for part in parts):
             known = self._known or [{} for _ in parts]
             self._known = [

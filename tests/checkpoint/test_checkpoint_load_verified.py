@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -120,6 +122,59 @@ def test_a_file_that_is_missing_or_short_is_named(damage: str, template: Path, t
     for error in on_ranks(2, lambda ranks: loaded(path, ranks, 2)):
         assert isinstance(error, CorruptCheckpointError)
         assert file.name in str(error)
+
+
+GROWTH = """
+import os
+import sys
+from pathlib import Path
+import torch
+from shoal.checkpoint import Piece, Region, SingleProcess, load_verified, read_together
+
+def resident(what):
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(what)) / 1024
+
+def piece(name, shape, layout):
+    if layout == "rows":
+        return Piece(name, shape, 0, 256 * 2048, torch.ones(256, 2048))
+    return Piece(name, shape, 0, 512 * 1024, torch.ones(512, 1024), Region.whole(shape).narrow(1, 512, 1024))
+
+path = Path(sys.argv[1])
+for layout in ("rows", "columns"):
+    if os.fork() == 0:
+        manifest = read_together(path, SingleProcess())
+        pieces = [piece(name, record.shape, layout) for name, record in manifest.tensors.items()]
+        before = resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is that from here on
+        load_verified(path, manifest, SingleProcess(), fresh=pieces[8:], in_use=pieces[:8])
+        print(resident("VmHWM") - before, flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_under_another_layout_a_rank_takes_less_than_two_of_its_shards_beside_its_own(tmp_path: Path) -> None:
+    """Four ranks save halves of the columns of 24 tensors, cut by data parallelism too: 96 MiB.
+
+    One rank then reads all files for its half of each tensor, 48 MiB, of which a third is in use.
+    """
+    named = {f"model/{number:02}": torch.full((512, 2048), float(number)) for number in range(24)}
+
+    def pieces(rank: int) -> list[Piece]:
+        cut = []
+        for name, tensor in named.items():
+            block = Region.whole(tensor.shape).narrow(1, rank % 2 * 1024, 1024)
+            part = tensor[rank // 2 * 256 :][:256, rank % 2 * 1024 :][:, :1024].contiguous()
+            start = rank // 2 * part.numel()
+            cut.append(Piece(name, tuple(tensor.shape), start, start + part.numel(), part, block))
+        return cut
+
+    path = on_ranks(4, lambda ranks: save(tmp_path, 1, pieces(ranks.rank), {}, ranks))[0]
+    command = [sys.executable, "-c", GROWTH, path]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    assert len(told) == 2
+    assert max(map(float, told)) < 2 * 48
 
 
 def test_what_does_not_fit_is_refused_on_all_ranks_before_anything_is_read(template: Path) -> None:
