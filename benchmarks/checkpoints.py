@@ -53,6 +53,7 @@ RANKS = 2
 WIDTH = 2048
 _TIMEOUT = 3600.0  # seconds
 DISK, SAVE, BEHIND = "disk (dd, fsync)", "shoal", "shoal, beside the training"
+BUFFERED = "shoal, without memory for a copy"
 DCP, DCP_ASYNC, DCP_KEPT = "DCP save", "DCP async_save", "DCP async_save, one stager"
 DISK_READ, LOAD, VERIFY, DCP_LOAD = "disk (dd)", "shoal load", "shoal verify", "DCP load"
 VERIFIED, TWICE = "shoal load, verified", "shoal verify, then load"
@@ -124,6 +125,11 @@ class State:
         self.saves.now(self.folder, self.step, {})
         return time.perf_counter() - began
 
+    def save_buffered(self, began: float) -> float:
+        pieces, kept = self.saved.to_save(self.folder, self.step, {})
+        self.saver.save(self.folder, self.step, pieces, kept, self.ranks)
+        return time.perf_counter() - began
+
     def save_behind(self, began: float) -> float:
         begun = self.saves.begin(self.folder, self.step, {})
         assert not begun.in_step, begun.in_step
@@ -172,6 +178,7 @@ WRITES = {
     DISK: "disk",
     SAVE: "save",
     BEHIND: "save_behind",
+    BUFFERED: "save_buffered",
     DCP: "dcp_save",
     DCP_ASYNC: "dcp_async",
     DCP_KEPT: "dcp_kept",
@@ -243,6 +250,7 @@ def work(folder: Path, parameters: int, rounds: int) -> tuple[int, dict[str, lis
     link.symlink_to(memory)
     found: dict[str, list[Took]] = {way: [] for way in (*WRITES, *READS)}
     try:
+        state.write(BUFFERED)
         state.write(BEHIND)  # its buffers are there from now on, as in all saves of a run but the first
         state.write(DCP_KEPT)
         for turn in range(rounds):

@@ -42,6 +42,10 @@ class Staging:
         held = 0 if self._memory is None else self._memory.nbytes
         return max(0, _size(pieces) - held)
 
+    def has_room(self, pieces: Iterable[Piece]) -> bool:
+        """Return whether there is memory already for a copy of `pieces`."""
+        return self._memory is not None and not self.missing(pieces)
+
     def reserve(self, pieces: Sequence[Piece]) -> None:
         """Make room for a copy of `pieces`.
 
@@ -79,21 +83,16 @@ class Staging:
     @torch.no_grad()
     def copy(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Return copies of `pieces` in the memory that was reserved for them, once they are there."""
+        assert self._memory is not None, "memory was reserved"
+        self._wait()
         copies = [piece for piece in pieces if piece.start == piece.stop]
-        for piece, held in self.places(pieces):
-            held.tensor.copy_(piece.tensor.detach().view(-1), non_blocking=True)
-            copies.append(held)
+        for piece, offset in _places(pieces):
+            held = self._memory[offset : offset + piece.tensor.nbytes].view(piece.tensor.dtype)
+            held.copy_(piece.tensor.detach().view(-1), non_blocking=True)
+            copies.append(replace(piece, tensor=held))
         for device in {piece.tensor.device for piece in pieces if piece.tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         return copies
-
-    def places(self, pieces: Sequence[Piece]) -> Iterator[tuple[Piece, Piece]]:
-        """Yield each piece that has elements, with its place in the memory that was reserved for them."""
-        assert self._memory is not None, "memory was reserved"
-        self._wait()
-        for piece, offset in _places(pieces):
-            held = self._memory[offset : offset + piece.tensor.nbytes].view(piece.tensor.dtype)
-            yield piece, replace(piece, tensor=held)
 
     def _wait(self) -> None:
         if self._touching is not None:

@@ -27,9 +27,7 @@ from shoal.checkpoint import (
     read_together,
     resolve,
     step_of,
-    verify,
 )
-from shoal.checkpoint import load as read_pieces
 from shoal.checkpoint import save as write_pieces
 from shoal.errors import CheckpointError
 from shoal.parallel import GuidedUpdates, LocalUpdates, Parallel, ServedUpdates, title_of
@@ -257,15 +255,11 @@ def load_training(
         kept = empty_like_saved(saved, coordinator.rank, parallel)
         own += _of_rank(coordinator.rank, {}, kept)
     of_optimizer = ToLoad() if optimizer is None else optimizer_to_load(parallel, optimizer, saved)
-    first, then = [*wanted.in_use, *of_optimizer.in_use], own  # own buffers replace those of all ranks
+    replaced = {f"fixed/{piece.name.partition('/buffer/')[2]}" for piece in own}
+    shared = [piece for piece in wanted.in_use if piece.name not in replaced]
+    in_use = [*shared, *of_optimizer.in_use, *own]
     fresh = [*wanted.fresh, *of_optimizer.fresh]
-    if parallel.plan.tiers.has_files:
-        # What is in use cannot be read into memory first: that would take the memory that files save.
-        verify(checkpoint, coordinator)
-        read_pieces(checkpoint, [*first, *fresh], coordinator)
-        read_pieces(checkpoint, then, coordinator)
-    else:
-        load_verified(checkpoint, manifest, coordinator, fresh=fresh, in_use=[*first, *then])
+    load_verified(checkpoint, manifest, coordinator, fresh=fresh, in_use=in_use)
     wanted.finish()
     parallel.changed()
     of_optimizer.finish()

@@ -14,9 +14,9 @@ from checkpoint_stand_ins import flip, on_ranks, same_bits, share, tensors, whol
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.checkpoint import Coordinator, Piece, Region, load_verified, read_together, save
-from shoal.checkpoint.reader import ShardReader
-from shoal.errors import CheckpointError, CorruptCheckpointError
+from shoal.checkpoint import Coordinator, Piece, Region, SingleProcess, load_verified, read_together, save
+from shoal.checkpoint.reader import HashedPass, ShardReader
+from shoal.errors import CheckpointError, CorruptCheckpointError, TrainingError
 
 STATE = {
     **tensors(5),
@@ -72,7 +72,7 @@ def test_every_rank_may_want_everything_in_another_dtype_and_blocks_of_it(templa
         assert torch.equal(block, STATE["model/large"][:, 300:500])
 
 
-def test_under_the_layout_of_the_save_each_byte_is_read_once(
+def test_under_the_layout_of_the_save_each_byte_is_read_once_and_what_is_in_use_again(
     template: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
@@ -81,7 +81,8 @@ def test_under_the_layout_of_the_save_each_byte_is_read_once(
         ShardReader, "read_bytes", lambda self, at, to: (read.append(len(to)), original(self, at, to))
     )
     on_ranks(3, lambda ranks: loaded(template, ranks, 3))
-    assert sum(read) == sum(path.stat().st_size for path in template.glob("*.safetensors"))
+    in_use = sum(piece.tensor.nbytes for rank in range(3) for piece in share(STATE, rank, 3)[1::2])
+    assert sum(read) == sum(path.stat().st_size for path in template.glob("*.safetensors")) + in_use
 
 
 @pytest.mark.parametrize("readers", [1, 3, 4])
@@ -175,6 +176,22 @@ def test_under_another_layout_a_rank_takes_less_than_two_of_its_shards_beside_it
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
     assert len(told) == 2
     assert max(map(float, told)) < 2 * 48
+
+
+def test_a_file_that_cannot_be_read_again_is_named_as_what_stops_the_training(
+    template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = shutil.copytree(template, tmp_path / template.name)
+    original = HashedPass.digest
+
+    def digest(hashed: HashedPass) -> str:
+        found = original(hashed)
+        (path / "rank-00000.safetensors").unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(HashedPass, "digest", digest)
+    with pytest.raises(TrainingError, match=r"loaded only in part: .*rank-00000.safetensors cannot be read"):
+        loaded(path, SingleProcess(), 1)
 
 
 def test_what_does_not_fit_is_refused_on_all_ranks_before_anything_is_read(template: Path) -> None:
