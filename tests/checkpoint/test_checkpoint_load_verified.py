@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_stand_ins import flip, on_ranks, same_bits, share, tensors, wholes
+from checkpoint_stand_ins import flip, fork, on_ranks, reap, same_bits, share, tensors, wholes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -125,34 +124,18 @@ def test_a_file_that_is_missing_or_short_is_named(damage: str, template: Path, t
         assert file.name in str(error)
 
 
-GROWTH = """
-import os
-import sys
-from pathlib import Path
-import torch
-from shoal.checkpoint import Piece, Region, SingleProcess, load_verified, read_together
-
-def resident(what):
+def resident(what: str) -> float:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(what)) / 1024
 
-def piece(name, shape, layout):
-    if layout == "rows":
-        return Piece(name, shape, 0, 256 * 2048, torch.ones(256, 2048))
-    return Piece(name, shape, 0, 512 * 1024, torch.ones(512, 1024), Region.whole(shape).narrow(1, 512, 1024))
 
-path = Path(sys.argv[1])
-for layout in ("rows", "columns"):
-    if os.fork() == 0:
-        manifest = read_together(path, SingleProcess())
-        pieces = [piece(name, record.shape, layout) for name, record in manifest.tensors.items()]
-        before = resident("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is that from here on
-        load_verified(path, manifest, SingleProcess(), fresh=pieces[8:], in_use=pieces[:8])
-        print(resident("VmHWM") - before, flush=True)
-        os._exit(0)
-    os.wait()
-"""
+def load_and_tell_growth(path: Path, wanted: Callable[[str, tuple[int, ...]], Piece], into: Path) -> None:
+    manifest = read_together(path, SingleProcess())
+    pieces = [wanted(name, record.shape) for name, record in manifest.tensors.items()]
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is that from here on
+    load_verified(path, manifest, SingleProcess(), fresh=pieces[8:], in_use=pieces[:8])
+    into.write_text(str(resident("VmHWM") - before))
 
 
 def test_under_another_layout_a_rank_takes_less_than_two_of_its_shards_beside_its_own(tmp_path: Path) -> None:
@@ -172,10 +155,19 @@ def test_under_another_layout_a_rank_takes_less_than_two_of_its_shards_beside_it
         return cut
 
     path = on_ranks(4, lambda ranks: save(tmp_path, 1, pieces(ranks.rank), {}, ranks))[0]
-    command = [sys.executable, "-c", GROWTH, path]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    assert len(told) == 2
-    assert max(map(float, told)) < 2 * 48
+
+    def rows(name: str, shape: tuple[int, ...]) -> Piece:
+        return Piece(name, shape, 0, 256 * 2048, torch.ones(256, 2048))
+
+    def columns(name: str, shape: tuple[int, ...]) -> Piece:
+        block = Region.whole(shape).narrow(1, 512, 1024)
+        return Piece(name, shape, 0, 512 * 1024, torch.ones(512, 1024), block)
+
+    for wanted in (rows, columns):
+        told = tmp_path / "told"
+        child = fork(lambda wanted=wanted, told=told: load_and_tell_growth(path, wanted, told))
+        assert reap(child) == 0
+        assert float(told.read_text()) < 2 * 48
 
 
 def test_a_file_that_cannot_be_read_again_is_named_as_what_stops_the_training(
