@@ -31,7 +31,16 @@ from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from shoal.bench.machine import describe
-from shoal.checkpoint import Piece, ProcessGroupCoordinator, Saver, checkpoints, load, verify
+from shoal.checkpoint import (
+    Piece,
+    ProcessGroupCoordinator,
+    Saver,
+    checkpoints,
+    load,
+    load_verified,
+    read_together,
+    verify,
+)
 from shoal.parallel import parallelize
 from shoal.record import NullRecorder
 from shoal.testing import RankPool
@@ -44,8 +53,10 @@ RANKS = 2
 WIDTH = 2048
 _TIMEOUT = 3600.0  # seconds
 DISK, SAVE, BEHIND = "disk (dd, fsync)", "shoal", "shoal, beside the training"
+BUFFERED = "shoal, without memory for a copy"
 DCP, DCP_ASYNC, DCP_KEPT = "DCP save", "DCP async_save", "DCP async_save, one stager"
 DISK_READ, LOAD, VERIFY, DCP_LOAD = "disk (dd)", "shoal load", "shoal verify", "DCP load"
+VERIFIED, TWICE = "shoal load, verified", "shoal verify, then load"
 
 
 class Took(NamedTuple):
@@ -114,6 +125,11 @@ class State:
         self.saves.now(self.folder, self.step, {})
         return time.perf_counter() - began
 
+    def save_buffered(self, began: float) -> float:
+        pieces, kept = self.saved.to_save(self.folder, self.step, {})
+        self.saver.save(self.folder, self.step, pieces, kept, self.ranks)
+        return time.perf_counter() - began
+
     def save_behind(self, began: float) -> float:
         begun = self.saves.begin(self.folder, self.step, {})
         assert not begun.in_step, begun.in_step
@@ -142,6 +158,17 @@ class State:
         verify(checkpoints(self.folder)[0], self.ranks)
         return time.perf_counter() - began
 
+    def load_verified(self, began: float) -> float:
+        path = checkpoints(self.folder)[0]
+        in_use = [piece for piece in self.wanted if piece.name.startswith("model/")]
+        fresh = [piece for piece in self.wanted if not piece.name.startswith("model/")]
+        load_verified(path, read_together(path, self.ranks), self.ranks, fresh=fresh, in_use=in_use)
+        return time.perf_counter() - began
+
+    def verify_then_load(self, began: float) -> float:
+        self.verify(began)
+        return self.load(began)
+
     def dcp_load(self, began: float) -> float:
         dcp.load(self.tensors, checkpoint_id=self.folder / "dcp")
         return time.perf_counter() - began
@@ -151,11 +178,19 @@ WRITES = {
     DISK: "disk",
     SAVE: "save",
     BEHIND: "save_behind",
+    BUFFERED: "save_buffered",
     DCP: "dcp_save",
     DCP_ASYNC: "dcp_async",
     DCP_KEPT: "dcp_kept",
 }
-READS = {DISK_READ: "disk_read", LOAD: "load", VERIFY: "verify", DCP_LOAD: "dcp_load"}
+READS = {
+    DISK_READ: "disk_read",
+    LOAD: "load",
+    VERIFY: "verify",
+    VERIFIED: "load_verified",
+    TWICE: "verify_then_load",
+    DCP_LOAD: "dcp_load",
+}
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -215,6 +250,7 @@ def work(folder: Path, parameters: int, rounds: int) -> tuple[int, dict[str, lis
     link.symlink_to(memory)
     found: dict[str, list[Took]] = {way: [] for way in (*WRITES, *READS)}
     try:
+        state.write(BUFFERED)
         state.write(BEHIND)  # its buffers are there from now on, as in all saves of a run but the first
         state.write(DCP_KEPT)
         for turn in range(rounds):

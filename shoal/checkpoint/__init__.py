@@ -13,6 +13,7 @@ from shoal.checkpoint.coordinator import Coordinator, ProcessGroupCoordinator, S
 from shoal.checkpoint.directory import checkpoints, resolve, step_of
 from shoal.checkpoint.files import REAL_FILES, FileSystem, RealFiles
 from shoal.checkpoint.load import load
+from shoal.checkpoint.load_verified import load_verified
 from shoal.checkpoint.manifest import FileRecord, Manifest, StoredPiece, TensorRecord, read_manifest
 from shoal.checkpoint.piece import Piece
 from shoal.checkpoint.region import Region
@@ -22,7 +23,14 @@ from shoal.checkpoint.shard import dtype_named
 from shoal.checkpoint.staging import Staging
 from shoal.checkpoint.store import Store, is_url
 from shoal.checkpoint.store_coordinator import StoreCoordinator, coordinator_beside
-from shoal.checkpoint.verify import check_sizes, latest, newest_verified, verify
+from shoal.checkpoint.verify import (
+    check_sizes,
+    latest,
+    newest_sound,
+    newest_verified,
+    read_together,
+    verify,
+)
 
 __all__ = [
     "REAL_FILES",
@@ -53,8 +61,11 @@ __all__ = [
     "is_url",
     "latest",
     "load",
+    "load_verified",
+    "newest_sound",
     "newest_verified",
     "read_manifest",
+    "read_together",
     "resolve",
     "retain",
     "save",

@@ -56,7 +56,7 @@ _HARMLESS = {
 
 
 def to_dcp(checkpoint: Path, folder: Path) -> int:
-    """Write a checkpoint in DCP's format; one tensor at a time is in memory.
+    """Write a checkpoint in DCP's format; at most two tensors at a time are in memory.
 
     Args:
         checkpoint: The checkpoint, which is verified first.
@@ -84,7 +84,9 @@ def to_dcp(checkpoint: Path, folder: Path) -> int:
     planner = _FromCheckpoint(checkpoint, manifest, paths)
     try:
         with _without_warnings():
-            save_by_dcp(state, storage_writer=FileSystemWriter(staging), planner=planner, no_dist=True)
+            # DCP keeps all tensors of a file in memory until it is written: so each has a file of its own.
+            writer = FileSystemWriter(staging, single_file_per_rank=False)
+            save_by_dcp(state, storage_writer=writer, planner=planner, no_dist=True)
         staging.rename(folder)
     except (OSError, CheckpointException) as error:
         raise CheckpointError(f"cannot write {folder}: {error}") from error
@@ -95,7 +97,9 @@ def to_dcp(checkpoint: Path, folder: Path) -> int:
 
 
 def from_dcp(folder: Path, directory: Path, *, trusted: bool = False) -> tuple[Path, Sequence[str]]:
-    """Save a checkpoint from one of DCP; all its tensors are in memory at once.
+    """Save a checkpoint from one of DCP.
+
+    One tensor after the other is read and written; four times the largest one is the most that is in memory.
 
     Args:
         folder: The folder that DCP wrote.
@@ -112,22 +116,24 @@ def from_dcp(folder: Path, directory: Path, *, trusted: bool = False) -> tuple[P
     reader = _Reader(folder, trusted)
     metadata = reader.read_metadata().state_dict_metadata
     tensors = {
-        key: torch.empty(each.size, dtype=each.properties.dtype)
+        key: torch.empty(each.size, dtype=each.properties.dtype, device="meta")
         for key, each in metadata.items()
         if isinstance(each, TensorStorageMetadata)
     }
-    try:
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with _without_warnings():
-            load_by_dcp(tensors, storage_reader=reader, planner=planner, no_dist=True)
-    except (OSError, CheckpointException) as error:
-        raise CorruptCheckpointError(f"{folder} cannot be read: {error}") from error
     facts: dict[str, Any] = {"step": 0, "state": {"plan": "", "ranks": 0}}
     if _FACTS in tensors:
-        facts = json.loads(bytes(tensors.pop(_FACTS).tolist()))
+        facts = json.loads(bytes(reader.read(_FACTS, tensors.pop(_FACTS)).tolist()))
     paths = facts.get("paths") or _guessed_paths(tensors)
-    pieces = [Piece.whole(path, tensors[key]) for key, path in paths.items()]
-    path = save(directory, facts["step"], pieces, facts["state"], SingleProcess())
+    keys = {path: key for key, path in paths.items()}
+    pieces = [Piece.whole(path, tensors[key]) for path, key in keys.items()]
+    path = save(
+        directory,
+        facts["step"],
+        pieces,
+        facts["state"],
+        SingleProcess(),
+        values=lambda piece: reader.read(keys[piece.name], piece.tensor),
+    )
     return path, sorted(metadata.keys() - paths.keys() - {_FACTS})
 
 
@@ -206,9 +212,30 @@ class _Reader(FileSystemReader):
         super().__init__(folder)
         self._folder = folder
         self._trusted = trusted
+        self._metadata: Metadata | None = None
+
+    def read(self, key: str, like: torch.Tensor) -> torch.Tensor:
+        """Return a tensor, of the shape and the type of `like`.
+
+        Raises:
+            CorruptCheckpointError: Its file cannot be read.
+        """
+        tensor = torch.empty_like(like, device="cpu")
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        try:
+            with _without_warnings():
+                load_by_dcp({key: tensor}, storage_reader=self, planner=planner, no_dist=True)
+        except (OSError, CheckpointException) as error:
+            raise CorruptCheckpointError(f"{self._folder} cannot be read: {error}") from error
+        return tensor
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """Return the metadata."""
+        """Return the metadata, which is read once."""
+        if self._metadata is None:
+            self._metadata = self._read_metadata()
+        return self._metadata
+
+    def _read_metadata(self) -> Metadata:
         path = self._folder / ".metadata"
         try:
             with path.open("rb") as file:

@@ -30,11 +30,16 @@ def checkpoints(directory: Path) -> list[Path]:
 
     The name shows that a checkpoint is complete, because the last rename gives it. Only `verify` can say
     whether it is still sound.
+
+    Raises:
+        CheckpointError: The directory cannot be read.
     """
     try:
         found = [path for path in directory.iterdir() if _COMPLETE.fullmatch(path.name) and path.is_dir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        raise CheckpointError(f"{directory} cannot be read: {error.strerror}") from error
     return sorted(found, key=lambda path: (_order(path), path.name), reverse=True)
 
 

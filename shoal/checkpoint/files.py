@@ -5,11 +5,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
-import itertools
-import mmap
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from io import FileIO
 from pathlib import Path
@@ -17,8 +15,9 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from shoal.checkpoint.chunks import ALIGNMENT, CHUNKS_AHEAD, Chunks
+
 __all__ = [
-    "ALIGNMENT",
     "REAL_FILES",
     "FileSystem",
     "RealFiles",
@@ -28,12 +27,8 @@ __all__ = [
     "write_file",
 ]
 
-_CHUNK_BYTES = 2 << 20
-_CHUNKS_AHEAD = 4  # chunks that are hashed and written at once, which bounds what is in memory
+_CHUNK_BYTES = 2 << 20  # of a file that is read
 _DIRECT = getattr(os, "O_DIRECT", 0)  # no such flag outside of Linux
-
-ALIGNMENT = 4096
-"""Bytes of which places in memory and in a file are multiples where writing goes past the system's cache."""
 
 
 class FileSystem(Protocol):
@@ -154,7 +149,9 @@ def _write_through_cache(file: FileIO) -> bool:
     return bool(flags & _DIRECT)
 
 
-def write_file(path: Path, blocks: Iterable[memoryview], files: FileSystem) -> tuple[int, str]:
+def write_file(
+    path: Path, blocks: Iterable[memoryview], files: FileSystem, chunks: Chunks | None = None
+) -> tuple[int, str]:
     """Write the bytes of `blocks` to a new file and wait until they are on the disk.
 
     One thread hashes a chunk and another one writes it, while this one makes the next.
@@ -163,6 +160,7 @@ def write_file(path: Path, blocks: Iterable[memoryview], files: FileSystem) -> t
         path: The file.
         blocks: Flat views of bytes, produced one at a time so that only few need be in memory.
         files: The FileSystem to write to.
+        chunks: What cuts the blocks, if its memory is to be used again.
 
     Returns:
         The file's size in bytes, and the SHA-256 of its content, in hexadecimal.
@@ -175,10 +173,10 @@ def write_file(path: Path, blocks: Iterable[memoryview], files: FileSystem) -> t
         ThreadPoolExecutor(1, "shoal hash") as hashes,
         ThreadPoolExecutor(1, "shoal write") as writes,
     ):
-        for chunk in _chunks(blocks):
+        for chunk in (chunks or Chunks()).cut(blocks):
             pending += hashes.submit(digest.update, chunk), writes.submit(files.write, file, chunk)
             size += len(chunk)
-            while len(pending) > 2 * _CHUNKS_AHEAD:
+            while len(pending) > 2 * CHUNKS_AHEAD:
                 pending.popleft().result()
         for each in pending:
             each.result()
@@ -209,34 +207,6 @@ def hash_of_file(path: Path) -> str:
             hashing = thread.submit(digest.update, chunk[:count])
             chunk, other = other, chunk
     return digest.hexdigest()
-
-
-def _chunks(blocks: Iterable[memoryview]) -> Iterator[memoryview]:
-    """Yield the same bytes in chunks that are aligned, all but the last one.
-
-    A block that is aligned is cut. Others are copied to memory that is used again some chunks later.
-    """
-    memory = np.frombuffer(mmap.mmap(-1, (_CHUNKS_AHEAD + 2) * _CHUNK_BYTES), np.uint8)
-    free = itertools.cycle(memory.reshape(-1, _CHUNK_BYTES))
-    chunk, filled = next(free), 0
-    for block in blocks:
-        source = np.frombuffer(block, np.uint8)
-        if source.ctypes.data % ALIGNMENT == 0 and filled % ALIGNMENT == 0 and source.size >= _CHUNK_BYTES:
-            if filled:
-                yield chunk[:filled].data
-                chunk, filled = next(free), 0
-            while source.size >= _CHUNK_BYTES:
-                yield source[:_CHUNK_BYTES].data
-                source = source[_CHUNK_BYTES:]
-        while source.size:
-            count = min(source.size, _CHUNK_BYTES - filled)
-            np.copyto(chunk[filled : filled + count], source[:count])  # lets other threads run
-            source, filled = source[count:], filled + count
-            if filled == _CHUNK_BYTES:
-                yield chunk.data
-                chunk, filled = next(free), 0
-    if filled:
-        yield chunk[:filled].data
 
 
 def remove_tree(path: Path, files: FileSystem) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,11 @@ from shoal.checkpoint.region import Region, Run, overlaps
 from shoal.checkpoint.shard import dtype_named
 from shoal.errors import CheckpointError, CorruptCheckpointError, nearest
 
-__all__ = ["fill", "load"]
+__all__ = ["Copy", "copies_by_file", "fill", "in_order_of_file", "load", "opened", "perform"]
 
 
 @dataclass(frozen=True)
-class _Copy:
+class Copy:
     """A copy of a region of a tensor, from a stored piece into a wanted piece.
 
     Attributes:
@@ -47,6 +48,16 @@ class _Copy:
         """Name of the source in its file."""
         return self.source.key(self.target.name, self.target.shape)
 
+    @property
+    def first(self) -> int | None:
+        """The region's first element in the source; None if it is not consecutive there."""
+        return self.source_run.first_of(self.region)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the region in the file."""
+        return self.region.elements * self.dtype.itemsize
+
     def target_view(self) -> torch.Tensor:
         """Return the elements to fill."""
         return self.target_run.view(self.target.tensor.detach().view(-1), self.region)
@@ -56,7 +67,7 @@ def load(path: Path, wanted: Sequence[Piece], coordinator: Coordinator) -> Mappi
     """Fill the wanted pieces from a checkpoint, which any number of ranks may have saved.
 
     Values are cast to the dtype of the piece that they fill. Other tensors of the checkpoint are not read.
-    Hashes are not checked: `verify` does that.
+    Hashes are not checked: `verify` does that, and `load_verified` while it reads.
 
     Args:
         path: The directory of the checkpoint.
@@ -83,20 +94,46 @@ def _load_share(path: Path, wanted: Sequence[Piece]) -> Mapping[str, Any]:
 
 def fill(path: Path, manifest: Manifest, wanted: Sequence[Piece]) -> None:
     """Fill the wanted pieces from a checkpoint whose manifest was read; errors as in `load`."""
-    by_file: defaultdict[str, list[_Copy]] = defaultdict(list)
+    for name, copies in sorted(copies_by_file(manifest, wanted).items()):
+        with opened(path / name) as reader:
+            for copy in in_order_of_file(copies, reader):
+                perform(copy, reader, reader.read)
+
+
+def copies_by_file(manifest: Manifest, wanted: Sequence[Piece]) -> dict[str, list[Copy]]:
+    """Return the copies that fill the wanted pieces, for each file that holds any of them.
+
+    Raises:
+        CheckpointError: A tensor is not in the checkpoint, or has another shape, or a dtype that does not
+            convert to the wanted one.
+    """
+    by_file: defaultdict[str, list[Copy]] = defaultdict(list)
     for piece in wanted:
         for copy in _copies(manifest, piece):
             by_file[copy.source.file].append(copy)
-    for name, copies in sorted(by_file.items()):
-        try:
-            with ShardReader(path / name) as reader:
-                for copy in sorted(copies, key=lambda copy: reader.start(copy.key)):
-                    _perform(copy, reader)
-        except (OSError, ValueError, SafetensorError) as error:
-            raise CorruptCheckpointError(f"{path / name} cannot be read: {error}") from error
+    return by_file
 
 
-def _copies(manifest: Manifest, piece: Piece) -> Iterator[_Copy]:
+def in_order_of_file(copies: Iterable[Copy], reader: ShardReader) -> list[Copy]:
+    """Return copies from a file in its order; those that are not consecutive in it come last."""
+    return sorted(copies, key=lambda copy: (copy.first is None, reader.start(copy.key), copy.first or 0))
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[ShardReader]:
+    """Open a file of a checkpoint.
+
+    Raises:
+        CorruptCheckpointError: It cannot be opened, or something in this context could not be read.
+    """
+    try:
+        with ShardReader(path) as reader:
+            yield reader
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CorruptCheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def _copies(manifest: Manifest, piece: Piece) -> Iterator[Copy]:
     record = manifest.tensors.get(piece.name)
     if record is None:
         hint = nearest(piece.name, manifest.tensors)
@@ -107,21 +144,42 @@ def _copies(manifest: Manifest, piece: Piece) -> Iterator[_Copy]:
             f"and {list(piece.shape)} is expected"
         )
     dtype = dtype_named(record.dtype)
+    if not _converts(dtype, piece.tensor.dtype):
+        raise CheckpointError(
+            f"tensor {piece.name!r} is {_title(dtype)} in the checkpoint, and {_title(piece.tensor.dtype)} "
+            "is expected, to which it does not convert: use the type of the run that saved it"
+        )
     mine = (piece.block, piece.start, piece.stop)
     for source in record.pieces:
         held = (source.block(record.shape), source.start, source.stop)
         for source_run, target_run, region in overlaps(held, mine):
-            yield _Copy(source, piece, source_run, target_run, region, dtype)
+            yield Copy(source, piece, source_run, target_run, region, dtype)
 
 
-def _perform(copy: _Copy, reader: ShardReader) -> None:
-    """Copy from a file, without memory in between where elements are consecutive in both."""
-    target, first = copy.target_view(), copy.source_run.first_of(copy.region)
+def _converts(one: torch.dtype, other: torch.dtype) -> bool:
+    """Return whether values of a type can be those of another one, for floating types with rounding."""
+    is_wider_integer = not one.is_floating_point and one.itemsize < other.itemsize
+    return other.is_floating_point or one == other or is_wider_integer
+
+
+def _title(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def perform(copy: Copy, reader: ShardReader, read: Callable[[str, int, torch.Tensor], None]) -> None:
+    """Copy from a file, without memory in between where elements are consecutive in both.
+
+    Args:
+        copy: The copy.
+        reader: The file.
+        read: Reads elements that are consecutive in the file, such as `reader.read`.
+    """
+    target, first = copy.target_view(), copy.first
     if first is None:
         target.copy_(copy.source_run.view(reader.mapped(copy.key).reshape(-1), copy.region))
     elif target.dtype == copy.dtype and target.device.type == "cpu" and target.is_contiguous():
-        reader.read(copy.key, first, target)
+        read(copy.key, first, target)
     else:
         held = torch.empty(target.shape, dtype=copy.dtype)
-        reader.read(copy.key, first, held)
+        read(copy.key, first, held)
         target.copy_(held)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import json
 import os
+from collections import deque
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -13,8 +17,10 @@ from typing import Any, NamedTuple, Self, final
 import torch
 from safetensors import safe_open
 
-__all__ = ["ShardReader"]
+__all__ = ["HashedPass", "ShardReader"]
 
+_CHUNK_BYTES = 1 << 20  # bytes that are read by one request and then hashed, while the next are read
+_CHUNKS_AHEAD = 4  # chunks that are read before their hash is known, which bounds what is in memory
 _LONGEST_HEADER = 100_000_000  # bytes: the limit of the format
 
 
@@ -78,15 +84,35 @@ class ShardReader:
             OSError: The file cannot be read.
             ValueError: The file has no such elements.
         """
+        offset, memory = self.locate(key, first, target)
+        self.read_bytes(offset, memory)
+
+    def locate(self, key: str, first: int, target: torch.Tensor) -> tuple[int, memoryview]:
+        """Return where elements of a tensor begin in the file, and the bytes of the tensor to read them into.
+
+        Args:
+            key, first, target: See `read`.
+
+        Raises:
+            ValueError: The file has no such elements.
+        """
         offset = self.start(key) + first * target.element_size()
         if offset + target.nbytes > self._places[key].stop:
             raise ValueError(f"it has no elements [{first}, {first + target.numel()}) of {key!r}")
-        left = target.as_strided((target.numel(),), (1,)).view(torch.uint8).numpy().data
-        while left:
-            count = os.preadv(self._file.fileno(), [left], offset)
+        return offset, target.as_strided((target.numel(),), (1,)).view(torch.uint8).numpy().data
+
+    def read_bytes(self, offset: int, memory: memoryview) -> None:
+        """Fill `memory` with the bytes from `offset` on; errors as in `read`."""
+        while memory:
+            count = os.preadv(self._file.fileno(), [memory], offset)
             if count == 0:
                 raise ValueError("it ends too early")
-            left, offset = left[count:], offset + count
+            memory, offset = memory[count:], offset + count
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return os.fstat(self._file.fileno()).st_size
 
     def mapped(self, key: str) -> torch.Tensor:
         """Return a whole tensor, mapped from the file: the pages that are touched are read.
@@ -104,6 +130,69 @@ class ShardReader:
         if length > _LONGEST_HEADER:
             raise ValueError("its header is too long")
         return dict(_places(json.loads(self._file.read(length)), 8 + length))
+
+
+@final
+class HashedPass:
+    """One pass over a file that is open, from its beginning to its end; a thread hashes all of it.
+
+    Tensors are read into their places on the way. `digest` reads what is left.
+
+    Args:
+        reader: The file.
+    """
+
+    def __init__(self, reader: ShardReader) -> None:
+        self._reader = reader
+        self._at = 0
+        self._hash = hashlib.sha256()
+        self._thread = ThreadPoolExecutor(1, "shoal hash")
+        self._pending: deque[Future[None]] = deque()
+        scratch = memoryview(bytearray((_CHUNKS_AHEAD + 2) * _CHUNK_BYTES))
+        parts = [scratch[begin : begin + _CHUNK_BYTES] for begin in range(0, len(scratch), _CHUNK_BYTES)]
+        self._scratch = itertools.cycle(parts)  # a part is hashed before its turn comes again
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._thread.shutdown()
+
+    def read(self, key: str, first: int, target: torch.Tensor) -> None:
+        """Read elements as `ShardReader.read` does; what lies before the end of the last ones is read again.
+
+        The target must not change before `digest` returns.
+        """
+        offset, memory = self._reader.locate(key, first, target)
+        if offset < self._at:
+            self._reader.read_bytes(offset, memory)
+            return
+        self._pass_over(offset)
+        for begin in range(0, len(memory), _CHUNK_BYTES):
+            self._take(memory[begin : begin + _CHUNK_BYTES])
+
+    def digest(self) -> str:
+        """Return the SHA-256 of the file, in hexadecimal; errors as in `ShardReader.read`."""
+        self._pass_over(self._reader.size)
+        self._wait_until(0)
+        return self._hash.hexdigest()
+
+    def _pass_over(self, offset: int) -> None:
+        """Read and hash what nobody wants, up to `offset`."""
+        while self._at < offset:
+            self._take(next(self._scratch)[: offset - self._at])
+
+    def _take(self, memory: memoryview) -> None:
+        self._reader.read_bytes(self._at, memory)
+        self._at += len(memory)
+        self._pending.append(self._thread.submit(self._hash.update, memory))
+        self._wait_until(_CHUNKS_AHEAD)
+
+    def _wait_until(self, left: int) -> None:
+        while len(self._pending) > left:
+            self._pending.popleft().result()
 
 
 def _places(header: Any, begin: int) -> Iterator[tuple[str, _Place]]:

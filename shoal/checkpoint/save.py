@@ -21,19 +21,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, final
 
+from shoal.checkpoint.chunks import Chunks
 from shoal.checkpoint.coordinator import Coordinator, attempt_for_rank_zero, attempt_on_rank_zero
 from shoal.checkpoint.directory import checkpoints, delete, free_path, staging_path, step_of, sweep
 from shoal.checkpoint.files import REAL_FILES, FileSystem, remove_tree, write_file
 from shoal.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, TensorRecord, merge
 from shoal.checkpoint.piece import Piece
-from shoal.checkpoint.shard import Shard, describe
+from shoal.checkpoint.shard import Shard, Values, describe, own_values
 from shoal.errors import CheckpointError
 
-__all__ = ["Saver", "save"]
+__all__ = ["Part", "Saver", "save"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class Part:
     """What one rank wrote.
 
     Attributes:
@@ -83,9 +84,10 @@ def save(
     state: Mapping[str, Any],
     coordinator: Coordinator,
     files: FileSystem = REAL_FILES,
+    values: Values = own_values,
 ) -> Path:
-    """Save a single checkpoint: see `Saver.save`."""
-    return Saver(files).save(directory, step, pieces, state, coordinator)
+    """Save a single checkpoint: see `Saver`."""
+    return Saver(files, values).save(directory, step, pieces, state, coordinator)
 
 
 @final
@@ -97,11 +99,14 @@ class Saver:
 
     Args:
         files: The FileSystem to write to.
+        values: Function that gives a piece's elements when they are written; see `Shard`.
     """
 
-    def __init__(self, files: FileSystem = REAL_FILES) -> None:
+    def __init__(self, files: FileSystem = REAL_FILES, values: Values = own_values) -> None:
         self.files = files
+        self._values = values
         self._files: dict[str, FileRecord] = {}  # those of this rank, of the last save
+        self._chunks = Chunks()
         self._constant: _Written | None = None
         self._told: Mapping[str, TensorRecord] | None = None  # what rank 0 knows of this rank
         self._known: list[Mapping[str, TensorRecord]] = []  # on rank 0, of each rank
@@ -170,11 +175,11 @@ class Saver:
         sweep(directory, self.files)
         self.files.make_directory(staging)
 
-    def _write_part(self, staging: Path, rank: int, pieces: Sequence[Piece]) -> _Part:
+    def _write_part(self, staging: Path, rank: int, pieces: Sequence[Piece]) -> Part:
         names = f"rank-{rank:05d}.safetensors", _constant_name(rank)
         tensors = describe([(names[piece.is_constant], piece) for piece in pieces])
-        changing = Shard([piece for piece in pieces if not piece.is_constant])
-        constant = Shard([piece for piece in pieces if piece.is_constant])
+        changing = Shard([piece for piece in pieces if not piece.is_constant], self._values)
+        constant = Shard([piece for piece in pieces if piece.is_constant], self._values)
         if (changing.pieces or constant.pieces) and not staging.is_dir():
             raise CheckpointError(
                 f"{staging}, which rank 0 made, is missing on this rank: all ranks must see the same file "
@@ -182,12 +187,13 @@ class Saver:
             )
         self._files = {}
         if changing.pieces:
-            self._files[names[0]] = changing.write(staging / names[0], self.files)
+            self._files[names[0]] = changing.write(staging / names[0], self.files, self._chunks)
         if constant.pieces:
             path = staging / names[1]
-            self._files[names[1]] = self._link(constant, path) or constant.write(path, self.files)
+            linked = self._link(constant, path)
+            self._files[names[1]] = linked or constant.write(path, self.files, self._chunks)
         is_known, self._told = tensors == self._told, tensors
-        return _Part(self._files, None if is_known else tensors)
+        return Part(self._files, None if is_known else tensors)
 
     def _link(self, shard: Shard, path: Path) -> FileRecord | None:
         """Make `path` a link to the file that has the shard already; None if there is none."""
@@ -202,7 +208,7 @@ class Saver:
             return None
         return before.record
 
-    def _manifest(self, step: int, parts: Sequence[_Part], state: Mapping[str, Any]) -> Manifest:
+    def _manifest(self, step: int, parts: Sequence[Part], state: Mapping[str, Any]) -> Manifest:
         if any(part.tensors is not None for part in parts):
             known = self._known or [{} for _ in parts]
             self._known = [

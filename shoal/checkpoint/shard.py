@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import final
 
 import torch
 
-from shoal.checkpoint.files import ALIGNMENT, FileSystem, digest_of, write_file
+from shoal.checkpoint.chunks import ALIGNMENT, Chunks
+from shoal.checkpoint.files import FileSystem, digest_of, write_file
 from shoal.checkpoint.manifest import FileRecord, StoredPiece, TensorRecord
 from shoal.checkpoint.piece import Piece
 from shoal.errors import CheckpointError
 
-__all__ = ["Shard", "describe", "dtype_named", "in_order"]
+__all__ = ["Shard", "Values", "describe", "dtype_named", "in_order", "own_values"]
 
 _LARGE = 1 << 20  # bytes
 
@@ -39,8 +40,18 @@ _DTYPES: dict[torch.dtype, str] = {
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """Return the dtype that a manifest names."""
-    return next(dtype for dtype, called in _DTYPES.items() if called == name)
+    """Return the dtype that a manifest names.
+
+    Raises:
+        CheckpointError: There is no such dtype.
+    """
+    for dtype, called in _DTYPES.items():
+        if called == name:
+            return dtype
+    raise CheckpointError(
+        f"the checkpoint has a tensor of type {name!r}, which this version cannot read; possible types: "
+        f"{', '.join(sorted(_DTYPES.values()))}"
+    )
 
 
 def describe(placed: Iterable[tuple[str, Piece]]) -> dict[str, TensorRecord]:
@@ -62,6 +73,15 @@ def describe(placed: Iterable[tuple[str, Piece]]) -> dict[str, TensorRecord]:
     return records
 
 
+def own_values(piece: Piece) -> torch.Tensor:
+    """Return a piece's own tensor."""
+    return piece.tensor
+
+
+Values = Callable[[Piece], torch.Tensor]
+"""Gives the elements of a piece."""
+
+
 @final
 class Shard:
     """The safetensors file of some pieces: a little-endian 64-bit length, that many bytes of JSON, tensors.
@@ -70,6 +90,9 @@ class Shard:
 
     Args:
         pieces: The pieces; empty ones are left out.
+        values: Function that gives a piece's elements, contiguous, when they are needed; by default the
+            piece's own tensor. With it, the pieces' tensors may be on the meta device. Those of at most two
+            pieces are held at once.
 
     Attributes:
         pieces: The pieces that are stored, in the order of the file.
@@ -79,8 +102,9 @@ class Shard:
         CheckpointError: Two pieces would have the same key, or a dtype cannot be stored.
     """
 
-    def __init__(self, pieces: Iterable[Piece]) -> None:
+    def __init__(self, pieces: Iterable[Piece], values: Values = own_values) -> None:
         self.pieces = in_order(pieces)
+        self._values = values
         body = sum(piece.tensor.nbytes for piece in self.pieces)
         header = _header(self.pieces)
         # The tensors of a large file begin where they can be written from memory without a copy.
@@ -92,20 +116,26 @@ class Shard:
         """Return the record that the file has, without writing it."""
         return FileRecord(self.size, digest_of(self._blocks()))
 
-    def write(self, path: Path, files: FileSystem) -> FileRecord:
+    def write(self, path: Path, files: FileSystem, chunks: Chunks) -> FileRecord:
         """Write the file, and wait until it is on the disk.
+
+        Args:
+            path: The file.
+            files: The FileSystem to write to.
+            chunks: Memory, which no other file uses meanwhile.
 
         Raises:
             OSError: The disk is full, or fails otherwise.
         """
-        return FileRecord(*write_file(path, self._blocks(), files))
+        return FileRecord(*write_file(path, self._blocks(), files, chunks))
 
     def _blocks(self) -> Iterator[memoryview]:
         yield memoryview(self._head)
         pending: torch.Tensor | None = None
         for piece in self.pieces:
             # A contiguous tensor of one element may have any stride, but a view of its bytes may not.
-            flat = piece.tensor.detach().cpu().as_strided((piece.tensor.numel(),), (1,)).view(torch.uint8)
+            tensor = self._values(piece).detach().cpu()
+            flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
             if pending is not None and not _is_next(pending, flat):
                 yield pending.numpy().data
                 pending = None

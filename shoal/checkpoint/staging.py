@@ -10,7 +10,7 @@ from typing import final
 
 import torch
 
-from shoal.checkpoint.files import ALIGNMENT
+from shoal.checkpoint.chunks import ALIGNMENT
 from shoal.checkpoint.piece import Piece
 from shoal.checkpoint.shard import in_order
 
@@ -41,6 +41,10 @@ class Staging:
         """Return the bytes of new memory that a copy of `pieces` needs."""
         held = 0 if self._memory is None else self._memory.nbytes
         return max(0, _size(pieces) - held)
+
+    def has_room(self, pieces: Iterable[Piece]) -> bool:
+        """Return whether there is memory already for a copy of `pieces`."""
+        return self._memory is not None and not self.missing(pieces)
 
     def reserve(self, pieces: Sequence[Piece]) -> None:
         """Make room for a copy of `pieces`.

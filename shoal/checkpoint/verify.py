@@ -4,14 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from shoal.checkpoint.coordinator import Coordinator, SingleProcess, attempt_on_rank_zero, attempt_together
 from shoal.checkpoint.directory import checkpoints
 from shoal.checkpoint.files import hash_of_file
-from shoal.checkpoint.manifest import Manifest, read_manifest
+from shoal.checkpoint.manifest import FileRecord, Manifest, read_manifest
 from shoal.errors import CorruptCheckpointError
 
-__all__ = ["check_sizes", "latest", "newest_verified", "verify"]
+__all__ = [
+    "check_hash",
+    "check_size",
+    "check_sizes",
+    "latest",
+    "newest_sound",
+    "newest_verified",
+    "read_together",
+    "verify",
+]
+
+T = TypeVar("T")
 
 
 def verify(path: Path, coordinator: Coordinator | None = None) -> None:
@@ -36,22 +48,40 @@ def newest_verified(
     """Return the first of `candidates` that verifies.
 
     Args:
-        candidates: Checkpoints, newest first; those of rank 0 count.
-        coordinator: The ranks, which all get the same answer.
-        say: Function that is called on rank 0 with one line for each corrupt checkpoint that is skipped.
+        candidates, coordinator, say: See `newest_sound`.
 
     Returns:
         The checkpoint, or None if there is none that verifies.
     """
+    found = newest_sound(candidates, coordinator, say, lambda path: verify(path, coordinator))
+    return None if found is None else found[0]
+
+
+def newest_sound(
+    candidates: Sequence[Path],
+    coordinator: Coordinator,
+    say: Callable[[str], object],
+    attempt: Callable[[Path], T],
+) -> tuple[Path, T] | None:
+    """Attempt one checkpoint after the other, until one is not corrupt.
+
+    Args:
+        candidates: Checkpoints, newest first; those of rank 0 count.
+        coordinator: The ranks, which all get the same checkpoint.
+        say: Function that is called on rank 0 with one line for each corrupt checkpoint that is skipped.
+        attempt: Function that all ranks call together with a checkpoint. It raises CorruptCheckpointError on
+            all of them, or on none.
+
+    Returns:
+        The checkpoint, with the result of the attempt; None if all are corrupt.
+    """
     shared: list[Path] = coordinator.all_gather_object(list(candidates))[0]
     for path in shared:
         try:
-            verify(path, coordinator)
+            return path, attempt(path)
         except CorruptCheckpointError as error:
             if coordinator.rank == 0:
                 say(f"checkpoint {path.name} is corrupt and is skipped: {error}")
-        else:
-            return path
     return None
 
 
@@ -73,25 +103,50 @@ def check_sizes(path: Path) -> Manifest:
     """
     manifest = read_manifest(path)
     for name, record in manifest.files.items():
-        try:
-            size = (path / name).stat().st_size
-        except OSError as error:
-            raise CorruptCheckpointError(f"{path / name} cannot be read: {error.strerror}") from error
-        if size != record.size:
-            raise CorruptCheckpointError(f"{path / name} has {size} bytes; the manifest says {record.size}")
+        check_size(path / name, record)
     return manifest
 
 
+def read_together(path: Path, coordinator: Coordinator) -> Manifest:
+    """Read a manifest on every rank, without the tensors.
+
+    Raises:
+        CorruptCheckpointError: A rank cannot read it. All ranks raise the same error.
+    """
+    read: list[Manifest] = []
+    attempt_together(coordinator, f"cannot load {path}", lambda: read.append(read_manifest(path)))
+    return read[0]
+
+
+def check_size(path: Path, record: FileRecord) -> None:
+    """Check that a file is there in full; errors as in `check_sizes`."""
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise CorruptCheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    if size != record.size:
+        raise CorruptCheckpointError(f"{path} has {size} bytes; the manifest says {record.size}")
+
+
+def check_hash(path: Path, found: str, record: FileRecord) -> None:
+    """Check the SHA-256 that a file has now.
+
+    Raises:
+        CorruptCheckpointError: It is not that of the manifest.
+    """
+    if found != record.sha256:
+        raise CorruptCheckpointError(f"{path} was changed after it was written: its sha256 differs")
+
+
 def _verify_share(path: Path, coordinator: Coordinator) -> None:
-    manifest = check_sizes(path)
+    files = read_manifest(path).files
     # Assign files by size, largest first, so that the ranks read about as much each.
-    by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
-    for name in by_size[coordinator.rank :: coordinator.size]:
+    by_size = sorted(files, key=lambda name: (-files[name].size, name))[coordinator.rank :: coordinator.size]
+    for name in by_size:
+        check_size(path / name, files[name])
+    for name in by_size:
         try:
             found = hash_of_file(path / name)
         except OSError as error:
             raise CorruptCheckpointError(f"{path / name} cannot be read: {error.strerror}") from error
-        if found != manifest.files[name].sha256:
-            raise CorruptCheckpointError(
-                f"{path / name} was changed after it was written: its sha256 differs"
-            )
+        check_hash(path / name, found, files[name])

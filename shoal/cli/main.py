@@ -50,6 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, WorkerError) and error.detail:
             print(f"\n{error.detail}", file=sys.stderr)
         return error.exit_code
+    except PermissionError as error:
+        if error.filename is None:
+            raise
+        print(f"shoal: {error.filename} may not be read or written by this user", file=sys.stderr)
+        return 2
     except BrokenPipeError:  # the reader of the output has read enough
         sys.stderr.close()
         return 0

@@ -21,14 +21,11 @@ from shoal.checkpoint import (
     Ended,
     Saver,
     SingleProcess,
-    checkpoints,
-    newest_verified,
-    step_of,
 )
 from shoal.errors import CheckpointError
 from shoal.train.trainer import Trainer
 
-__all__ = ["FOLDER", "MemorySaves", "memory_folder", "newest_state"]
+__all__ = ["FOLDER", "MemorySaves", "memory_folder"]
 
 FOLDER = "SHOAL_MEMORY_FOLDER"
 """Environment variable: the folder of these checkpoints."""
@@ -58,14 +55,6 @@ def memory_folder() -> Iterator[Path | None]:
         yield Path(folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def newest_state(
-    directories: list[Path], coordinator: Coordinator, say: Callable[[str], object]
-) -> Path | None:
-    """Return the newest checkpoint of some directories that verifies; all ranks call it together."""
-    found = [path for directory in directories for path in checkpoints(directory)]
-    return newest_verified(sorted(found, key=step_of, reverse=True), coordinator, say)
 
 
 @final

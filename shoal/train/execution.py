@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import warnings
 from pathlib import Path
@@ -36,7 +35,7 @@ from shoal.train.classes import prepared
 from shoal.train.compiling import Compiling
 from shoal.train.config import describe_config
 from shoal.train.describe import describe, new_parameters_text, passed_over_text, since_step
-from shoal.train.elastic_saves import FOLDER, MemorySaves, newest_state
+from shoal.train.elastic_saves import FOLDER, MemorySaves
 from shoal.train.first_weights import begin_from
 from shoal.train.held_out import HeldOut, accuracy
 from shoal.train.job import Job
@@ -271,11 +270,8 @@ class Execution:
         """Load what the job resumes or begins from, if anything, and describe the run as it is now."""
         resume, init = self._job.resume, self._config.init
         if resume is not None:
-            if self._in_memory is not None and resume.checkpoint is None:
-                places = [self._in_memory.directory, resume.run.checkpoints]
-                newest = newest_state(places, self._coordinator, self._say)
-                resume = dataclasses.replace(resume, checkpoint=newest)
-            path = go_on(self._trainer, resume, self._data, self._coordinator, self._say)
+            beside = [] if self._in_memory is None else [self._in_memory.directory]
+            path = go_on(self._trainer, resume, self._data, self._coordinator, self._say, beside)
             begins = "there is no sound checkpoint: training starts from the beginning"
             self._say(f"goes on from {path}" if path else begins)
             if path and self._is_first:

@@ -13,9 +13,10 @@ from shoal.checkpoint import (
     Piece,
     TensorRecord,
     attempt_together,
-    load,
-    newest_verified,
+    load_verified,
+    newest_sound,
     read_manifest,
+    read_together,
     resolve,
 )
 from shoal.errors import CheckpointError, ConfigError, nearest
@@ -40,11 +41,17 @@ def begin_from(trainer: Trainer, given: str) -> None:
     """
     parallel, coordinator = trainer.parallel, trainer.coordinator
     found = attempt_together(coordinator, f"cannot load {given}", lambda: resolve(Path(given)))[0]
-    checkpoint = newest_verified(found, coordinator, lambda text: warnings.warn(text, stacklevel=3))
-    if checkpoint is None:
-        raise CheckpointError(f"{given} has no sound checkpoint")
     wanted = pieces_to_load(parallel)
-    load(checkpoint, list(_as_saved(wanted.pieces, read_manifest(checkpoint).tensors)), coordinator)
+
+    def attempt(checkpoint: Path) -> None:
+        manifest = read_together(checkpoint, coordinator)
+        in_use, fresh = (
+            list(_as_saved(pieces, manifest.tensors)) for pieces in (wanted.in_use, wanted.fresh)
+        )
+        load_verified(checkpoint, manifest, coordinator, fresh=fresh, in_use=in_use)
+
+    if newest_sound(found, coordinator, lambda text: warnings.warn(text, stacklevel=4), attempt) is None:
+        raise CheckpointError(f"{given} has no sound checkpoint")
     wanted.finish()
     parallel.changed()
     if isinstance(trainer.optimizer, LocalUpdates):

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -22,25 +22,45 @@ from shoal.checkpoint import (
     SingleProcess,
     attempt_together,
     checkpoints,
-    newest_verified,
-    read_manifest,
+    load_verified,
+    newest_sound,
+    read_together,
     resolve,
     step_of,
 )
-from shoal.checkpoint import load as read_pieces
 from shoal.checkpoint import save as write_pieces
 from shoal.errors import CheckpointError
 from shoal.parallel import GuidedUpdates, LocalUpdates, Parallel, ServedUpdates, title_of
 from shoal.train.exchange_state import empty_like_saved, kept_by_exchanges, restore_exchanges
-from shoal.train.state import differing_buffers, digests_of, optimizer_to_load, pieces_to_load, pieces_to_save
+from shoal.train.state import (
+    ToLoad,
+    differing_buffers,
+    digests_of,
+    optimizer_to_load,
+    pieces_to_load,
+    pieces_to_save,
+)
 
-__all__ = ["OwnTraining", "all_ranks", "load", "load_training", "save", "training_to_save"]
+__all__ = ["Loaded", "OwnTraining", "all_ranks", "load", "load_training", "save", "training_to_save"]
 
 _RATES = "local_updates_rates"
 """Key of `LocalUpdates.rates`, in the checkpoint's state."""
 
 _OWN = "own"
 """Key of the caller's state, in the checkpoint's state."""
+
+
+class Loaded(NamedTuple):
+    """A training that was loaded.
+
+    Attributes:
+        state: The JSON object that was saved with it.
+        is_same_layout: Whether it was saved on equal ranks under an equal Plan, so that each rank got its own
+            tensors.
+    """
+
+    state: Mapping[str, Any]
+    is_same_layout: bool
 
 
 def save(
@@ -118,7 +138,8 @@ def load(
 ) -> dict[str, Any]:
     """Load a checkpoint of `save`, on any number of ranks under any Plan; all ranks call it together.
 
-    Hashes are verified first; a corrupt checkpoint is skipped with a warning, if there is an older one.
+    A corrupt checkpoint is skipped with a warning, if there is an older one. After an error model and
+    optimizer are as before.
 
     Args:
         path: A checkpoint, or a directory of checkpoints, of which the newest sound one is loaded.
@@ -135,15 +156,17 @@ def load(
     """
     coordinator = all_ranks()
     found = attempt_together(coordinator, f"cannot load {path}", lambda: resolve(Path(path)))[0]
-    checkpoint = newest_verified(found, coordinator, lambda text: warnings.warn(text, stacklevel=3))
-    if checkpoint is None:
-        raise CheckpointError(f"{path} has no sound checkpoint")
-    saved = read_manifest(checkpoint).state
-    attempt_together(
-        coordinator, f"cannot load {checkpoint}", lambda: _require_fit(checkpoint, saved, optimizer)
-    )
     layout = {"plan": str(parallel.plan), "ranks": coordinator.size}
-    load_training(checkpoint, parallel, optimizer, layout, coordinator, {})
+
+    def attempt(checkpoint: Path) -> Mapping[str, Any]:
+        saved = read_together(checkpoint, coordinator).state
+        _require_fit(checkpoint, saved, optimizer)
+        return load_training(checkpoint, parallel, optimizer, layout, coordinator, {}).state
+
+    loaded = newest_sound(found, coordinator, lambda text: warnings.warn(text, stacklevel=4), attempt)
+    if loaded is None:
+        raise CheckpointError(f"{path} has no sound checkpoint")
+    saved = loaded[1]
     if optimizer is not None:
         for group, settings in zip(optimizer.param_groups, saved["settings"], strict=True):
             _take_settings(group, settings)
@@ -198,8 +221,11 @@ def load_training(
     layout: Mapping[str, Any],
     coordinator: Coordinator,
     of_rank: Mapping[str, torch.Tensor],
-) -> bool:
+) -> Loaded:
     """Load a model, its buffers and its optimizer, which any number of ranks may have saved.
+
+    All files are verified meanwhile. After an error everything is as before, other than gradients, which are
+    forgotten.
 
     Args:
         checkpoint: The checkpoint to load.
@@ -210,42 +236,40 @@ def load_training(
         coordinator: All ranks.
         of_rank: Tensors to fill with those that this rank saved under these names, if the layout is equal.
 
-    Returns:
-        Whether the layout is equal, so that each rank got its own tensors.
-
     Raises:
         CheckpointError: It does not fit the model or the optimizer.
+        CorruptCheckpointError: It is not what was saved.
     """
-    manifest = read_manifest(checkpoint)
+    manifest = read_together(checkpoint, coordinator)
     state, saved = manifest.state, manifest.tensors
     _require_same(checkpoint, state, optimizer)
     parallel.zero_grad()
     wanted = pieces_to_load(parallel)
-    read_pieces(checkpoint, wanted.pieces, coordinator)
+    kept: dict[str, torch.Tensor] = {}
+    own: list[Piece] = []
+    is_same_layout = all(state.get(key) == value for key, value in layout.items())
+    if is_same_layout:
+        found = _of_rank(coordinator.rank, parallel.saved_buffers(), of_rank)
+        # Only buffers that differ are saved, and the state may be from a machine without CUDA.
+        own += [piece for piece in found if piece.name in saved]
+        kept = empty_like_saved(saved, coordinator.rank, parallel)
+        own += _of_rank(coordinator.rank, {}, kept)
+    of_optimizer = ToLoad() if optimizer is None else optimizer_to_load(parallel, optimizer, saved)
+    replaced = {f"fixed/{piece.name.partition('/buffer/')[2]}" for piece in own}
+    shared = [piece for piece in wanted.in_use if piece.name not in replaced]
+    in_use = [*shared, *of_optimizer.in_use, *own]
+    fresh = [*wanted.fresh, *of_optimizer.fresh]
+    load_verified(checkpoint, manifest, coordinator, fresh=fresh, in_use=in_use)
     wanted.finish()
     parallel.changed()
-    kept: dict[str, torch.Tensor] = {}
-    is_same_layout = all(state.get(key) == value for key, value in layout.items())
-    pieces = []
-    if is_same_layout:
-        own = _of_rank(coordinator.rank, parallel.saved_buffers(), of_rank)
-        # Only buffers that differ are saved, and the state may be from a machine without CUDA.
-        pieces += [piece for piece in own if piece.name in saved]
-        kept = empty_like_saved(saved, coordinator.rank, parallel)
-        pieces += _of_rank(coordinator.rank, {}, kept)
-    if optimizer is not None:
-        of_optimizer = optimizer_to_load(parallel, optimizer, saved)
-        read_pieces(checkpoint, [*pieces, *of_optimizer.pieces], coordinator)
-        of_optimizer.finish()
-        if isinstance(optimizer, LocalUpdates):
-            rate, highest = state.get(_RATES, (0.0, 0.0))
-            optimizer.set_step(manifest.step, (rate, highest))
-        elif isinstance(optimizer, GuidedUpdates):
-            optimizer.set_step(manifest.step)
-    else:
-        read_pieces(checkpoint, pieces, coordinator)
+    of_optimizer.finish()
+    if isinstance(optimizer, LocalUpdates):
+        rate, highest = state.get(_RATES, (0.0, 0.0))
+        optimizer.set_step(manifest.step, (rate, highest))
+    elif isinstance(optimizer, GuidedUpdates):
+        optimizer.set_step(manifest.step)
     restore_exchanges(parallel, kept)
-    return is_same_layout
+    return Loaded(state, is_same_layout)
 
 
 def _require_fit(checkpoint: Path, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None) -> None:

@@ -8,7 +8,7 @@ from typing import Any, final
 
 import torch
 
-from shoal.checkpoint import Coordinator, Piece, attempt_together, read_manifest
+from shoal.checkpoint import Coordinator, Piece, attempt_together
 from shoal.parallel import Parallel, title_of
 from shoal.train.portable import load_training, training_to_save
 from shoal.train.randomness import begin_anew, random_state, set_random_state
@@ -97,10 +97,11 @@ class SavedTraining:
             The state that was saved with it.
 
         Raises:
-            CheckpointError: It does not fit the model or the optimizer.
+            CheckpointError: It does not fit the model or the optimizer. Both are then as before.
+            CorruptCheckpointError: It is not what was saved. Model and optimizer are as before.
         """
         random = random_state()
-        is_same_layout = load_training(
+        state, is_same_layout = load_training(
             checkpoint,
             self._parallel,
             self._optimizer,
@@ -108,7 +109,6 @@ class SavedTraining:
             self._coordinator,
             {f"random.{name}": tensor for name, tensor in random.items()},
         )
-        state = read_manifest(checkpoint).state
         for group, settings in zip(self._optimizer.param_groups, state["settings"], strict=False):
             group.update(settings)
         if is_same_layout:

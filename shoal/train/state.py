@@ -111,19 +111,22 @@ class ToLoad:
     """The pieces that this rank reads.
 
     Attributes:
-        pieces: Pieces, to be read into the memory where training keeps them or into new memory.
-        after: Functions to call after the pieces were read.
+        in_use: Pieces in the memory where training keeps them.
+        fresh: Pieces in new memory.
+        after: Functions to call after the pieces were read. Until then the optimizer's state is as before.
     """
 
-    pieces: list[Piece] = field(default_factory=list)
+    in_use: list[Piece] = field(default_factory=list)
+    fresh: list[Piece] = field(default_factory=list)
     after: list[Callable[[], object]] = field(default_factory=list)
 
-    def add_part(self, owned: Owned, path: str, tensor: torch.Tensor) -> None:
+    def add_part(self, owned: Owned, path: str, tensor: torch.Tensor, *, is_in_use: bool) -> None:
         """Add a tensor that is laid out like this rank's part of a parameter."""
         held = local_part(tensor).detach()
         read = held.contiguous()
-        self.pieces.append(_part(owned, path, read))
-        if read is not held:  # such as channels_last
+        is_copy = read is not held  # such as channels_last
+        (self.in_use if is_in_use and not is_copy else self.fresh).append(_part(owned, path, read))
+        if is_copy:
             self.after.append(partial(held.copy_, read))
 
     def finish(self) -> None:
@@ -137,20 +140,20 @@ def pieces_to_load(parallel: Parallel) -> ToLoad:
     wanted = ToLoad()
     for owned in parallel.owned:
         if owned.start < owned.stop:
-            wanted.add_part(owned, f"model/{owned.name}", owned.parameter)
-    wanted.pieces += _fixed(parallel.saved_buffers())
-    wanted.pieces += [_frozen_piece(frozen) for frozen in parallel.frozen]
+            wanted.add_part(owned, f"model/{owned.name}", owned.parameter, is_in_use=True)
+    wanted.in_use += _fixed(parallel.saved_buffers())
+    wanted.in_use += [_frozen_piece(frozen) for frozen in parallel.frozen]
     return wanted
 
 
 def optimizer_to_load(
     parallel: Parallel, optimizer: torch.optim.Optimizer, saved: Mapping[str, TensorRecord]
 ) -> ToLoad:
-    """Give the optimizer a state like the saved one; its values are then to be read.
+    """Make a state like the saved one, whose values are then to be read; `finish` gives it to the optimizer.
 
     Args:
         parallel: The model.
-        optimizer: The optimizer; its present state is dropped.
+        optimizer: The optimizer; `finish` drops its present state.
         saved: The tensors of the checkpoint.
     """
     by_name: dict[str, list[tuple[str, str, TensorRecord]]] = {}
@@ -179,26 +182,28 @@ def _add_state(
         for group in optimizer.param_groups
         for parameter in group["params"]
     }
-    optimizer.state.clear()
+    states: dict[torch.Tensor, dict[str, Any]] = {}
     for owned in places:
         if owned.start == owned.stop or owned.parameter not in on_device:
             continue
         for kind, key, record in by_name.get(owned.name, ()):
             if key.startswith(OuterState.PREFIX) is not isinstance(optimizer, OuterState):
                 continue
-            state, dtype = optimizer.state[owned.parameter], dtype_named(record.dtype)
+            state, dtype = states.setdefault(owned.parameter, {}), dtype_named(record.dtype)
             path = f"{kind}/{key}/{owned.name}"
             if kind == _ELEMENTS:
+                is_kept = isinstance(optimizer, OffloadedOptimizer)
                 state[key] = _place_of(optimizer, owned, key, dtype)
-                wanted.add_part(owned, path, state[key])
+                wanted.add_part(owned, path, state[key], is_in_use=is_kept)
                 continue
             # As in torch's `load_state_dict`, counts of steps stay on the CPU unless a kernel reads them.
             is_count = kind == _NUMBER or (key == "step" and not on_device[owned.parameter])
             device = torch.device("cpu") if is_count else owned.parameter.device
             state[key] = torch.zeros(record.shape, dtype=dtype, device=device)
-            wanted.pieces.append(Piece.whole(path, state[key]))
+            wanted.fresh.append(Piece.whole(path, state[key]))
             if kind == _NUMBER:
                 wanted.after.append(partial(_as_number, state, key))
+    wanted.after.append(partial(_replace, optimizer, states))
 
 
 def _place_of(optimizer: torch.optim.Optimizer, owned: Owned, key: str, dtype: torch.dtype) -> torch.Tensor:
@@ -206,6 +211,11 @@ def _place_of(optimizer: torch.optim.Optimizer, owned: Owned, key: str, dtype: t
     if isinstance(optimizer, OffloadedOptimizer):
         return optimizer.place_of(owned.parameter, key, dtype)
     return torch.zeros_like(owned.parameter, dtype=dtype, requires_grad=False)
+
+
+def _replace(optimizer: torch.optim.Optimizer, states: Mapping[torch.Tensor, dict[str, Any]]) -> None:
+    optimizer.state.clear()
+    optimizer.state.update(states)
 
 
 def _as_number(state: dict[str, Any], key: str) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint import Coordinator, latest, read_manifest, verify
+from shoal.checkpoint import Coordinator, attempt_together, checkpoints, newest_sound, read_together, step_of
 from shoal.errors import CheckpointError, CorruptCheckpointError, DataError, ModelError
 from shoal.train.job import Resume
 from shoal.train.trainer import Trainer
@@ -20,6 +20,7 @@ def go_on(
     data: Mapping[str, Any],
     coordinator: Coordinator,
     say: Callable[[str], object],
+    beside: Sequence[Path] = (),
 ) -> Path | None:
     """Load the named checkpoint, or the newest sound one; all ranks call it together.
 
@@ -29,6 +30,7 @@ def go_on(
         data: What has to be as it was, so that each sample is seen once an epoch.
         coordinator: All ranks.
         say: Told of corrupt checkpoints.
+        beside: Directories of checkpoints beside that of the run.
 
     Returns:
         The checkpoint that was loaded; None if none is sound.
@@ -38,29 +40,35 @@ def go_on(
         ModelError: It does not fit the model.
         CorruptCheckpointError: The named checkpoint is corrupt.
     """
-    path = resume.checkpoint
-    if path is None:
-        path = latest(resume.run.checkpoints, coordinator, say)
-    else:
-        verify(path, coordinator)
-    if path is None:
-        return None
-    _require_same_data(path, data)
-    try:
-        trainer.load(path)
-    except CorruptCheckpointError:
-        raise
-    except CheckpointError as error:
-        raise ModelError(
-            f"the model does not fit the state that is resumed: {error}",
-            possible="the model and model_options of the run that saved it",
-            change="give the model of that run, or start a new run",
-        ) from error
-    return path
+
+    def take_up(path: Path) -> None:
+        _require_same_data(read_together(path, coordinator).state["data"], data)
+        try:
+            trainer.load(path)
+        except CorruptCheckpointError:
+            raise
+        except CheckpointError as error:
+            raise ModelError(
+                f"the model does not fit the state that is resumed: {error}",
+                possible="the model and model_options of the run that saved it",
+                change="give the model of that run, or start a new run",
+            ) from error
+
+    if resume.checkpoint is not None:
+        take_up(resume.checkpoint)
+        return resume.checkpoint
+    directories = [resume.run.checkpoints, *beside]
+
+    def find() -> list[Path]:
+        found = [path for directory in directories for path in checkpoints(directory)]
+        return sorted(found, key=step_of, reverse=True)
+
+    found = attempt_together(coordinator, f"cannot list {resume.run.checkpoints}", find)
+    loaded = newest_sound(found[coordinator.rank], coordinator, say, take_up)
+    return None if loaded is None else loaded[0]
 
 
-def _require_same_data(path: Path, data: Mapping[str, Any]) -> None:
-    saved: Mapping[str, Any] = read_manifest(path).state["data"]
+def _require_same_data(saved: Mapping[str, Any], data: Mapping[str, Any]) -> None:
     for name, value in data.items():
         if saved[name] != value:
             raise DataError(

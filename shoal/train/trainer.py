@@ -366,7 +366,8 @@ class Trainer:
             The `extra` that was saved with it.
 
         Raises:
-            CheckpointError: It does not fit the model or the optimizer.
+            CheckpointError: It does not fit the model or the optimizer. Both are then as before.
+            CorruptCheckpointError: It is not what was saved. Model and optimizer are as before.
         """
         self.settle()
         self.finish_saving()

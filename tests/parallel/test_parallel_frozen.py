@@ -142,7 +142,7 @@ def save_some(plan, shape, frozen, folder):
 def load_some(plan, shape, frozen, checkpoint):
     parallel = parallelize(built(shape, frozen, seed=4), plan)
     wanted = pieces_to_load(parallel)
-    load(checkpoint, wanted.pieces, ProcessGroupCoordinator())
+    load(checkpoint, [*wanted.in_use, *wanted.fresh], ProcessGroupCoordinator())
     wanted.finish()
     parallel.changed()
     return parallel.full_state_dict()

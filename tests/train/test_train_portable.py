@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from portable_stand_ins import (
@@ -97,11 +99,19 @@ def test_a_corrupt_checkpoint_is_passed_over_and_steps_are_counted(tmp_path):
     with pytest.warns(UserWarning, match="step-00000001 is corrupt and is skipped"):
         assert shoal.load(tmp_path, parallel, optimizer) == {"step": 0}
     assert all(torch.equal(value, saved[name]) for name, value in parallel.full_state_dict().items())
+    steps(parallel, optimizer, 1, 3)
+    before = parallel.full_state_dict(), copy.deepcopy(optimizer.state_dict())
+    older = newest.with_name("step-00000000")
+    content = (older / "rank-00000.safetensors").read_bytes()
+    (older / "rank-00000.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with (
         pytest.warns(UserWarning, match="is corrupt"),
         pytest.raises(CheckpointError, match="has no sound checkpoint"),
     ):
-        shoal.load(newest, parallel)
+        shoal.load(tmp_path, parallel, optimizer)
+    assert all(torch.equal(value, before[0][name]) for name, value in parallel.full_state_dict().items())
+    for key, held in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, before[1]["state"][key][name]) for name, value in held.items())
 
 
 def test_what_does_not_fit_is_refused_by_name_on_all_ranks(ranks, tmp_path):

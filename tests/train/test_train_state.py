@@ -118,10 +118,12 @@ def test_every_rank_reads_back_all_that_it_owns(shapes, shards, replicas):
             saved[f"optimizer/exp_avg/parameter{number}"] = TensorRecord("F32", shape, ())
             saved[f"optimizer-number/beats/parameter{number}"] = TensorRecord("I64", (), ())
         wanted = optimizer_to_load(parallel, optimizer, saved)
+        model = pieces_to_load(parallel)
+        assert [*model.fresh, *wanted.in_use] == []
         read = {
-            (piece.name, piece.start, piece.stop): piece.tensor
-            for piece in [*pieces_to_load(parallel).pieces, *wanted.pieces]
+            (piece.name, piece.start, piece.stop): piece.tensor for piece in [*model.in_use, *wanted.fresh]
         }
+        assert all("beats" not in state for state in optimizer.state.values())  # until it is read
         wanted.finish()
         for owned in filter(lambda owned: owned.start < owned.stop, parallel.owned):
             state = optimizer.state[owned.parameter]
