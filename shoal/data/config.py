@@ -34,6 +34,11 @@ class DataConfig(BaseModel):
     sample, and the model predicts its class.
     """
 
+    pair: str = ""
+    """The field or column that holds a second text, with `label`: each row is a pair of texts, such as a
+    question and a sentence, in the form that the tokenizer has for two.
+    """
+
     messages: str = ""
     """The field or column that holds a conversation, a list of messages with `role` and `content`. With it
     each row is one sample under the tokenizer's chat template, and only answers are learned.
@@ -55,6 +60,11 @@ class DataConfig(BaseModel):
 
     validation: str = ""
     """A file or folder that is for validation only; then all of `source` is trained on."""
+
+    workers: int = Field(default=0, ge=0)
+    """Processes that encode text with a tokenizer file or a chat template; 0: the process that trains does.
+    The tokens are the same.
+    """
 
     cache: Path | None = None
     """Where tokens are kept: by default $SHOAL_CACHE, else $XDG_CACHE_HOME/shoal, else ~/.cache/shoal."""
@@ -80,6 +90,8 @@ class DataConfig(BaseModel):
     def _has_one_task(self) -> DataConfig:
         if self.label and self.messages:
             raise ValueError("label and messages name two tasks: give one of them")
+        if self.pair and not self.label:
+            raise ValueError("pair names a second text to classify: give label too")
         return self
 
     @property

@@ -29,7 +29,7 @@ __all__ = ["Corpus", "Split", "prepare"]
 
 Split = Literal["train", "validation"]
 
-_FORMAT = 2  # version of cache entries; a new version replaces all entries
+_FORMAT = 3  # version of cache entries; a new version replaces all entries
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,6 +54,8 @@ class Corpus:
     """Whether documents are conversations."""
     end: int | None = None
     """The id that ends each document, if samples keep documents apart."""
+    has_types: bool = False
+    """Whether the model takes `token_type_ids`, which tell the two texts of a pair apart."""
 
     def samples(
         self, split: Split, sequence: int
@@ -109,7 +111,8 @@ class Corpus:
         part, seed = (train, None) if split == "train" else (validation, 0)
         if self.has_conversations:
             return ChatSamples(part, self.tokenizer, sequence)
-        return LabelledSamples(part, numbers_of(self.labels, self.classes), self.tokenizer, sequence, seed)
+        numbers = numbers_of(self.labels, self.classes)
+        return LabelledSamples(part, numbers, self.tokenizer, sequence, seed, has_types=self.has_types)
 
 
 def prepare(config: DataConfig) -> Corpus:
@@ -170,6 +173,7 @@ def _cache_key(
         "tokenizer": tokenizer.identity,
         "field": config.field,
         "label": config.label,
+        "pair": config.pair,
         "messages": [config.messages, template_identity(config.tokenizer)] if config.messages else None,
         "dtype": config.dtype,
         "validation_fraction": config.validation_fraction,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,9 @@ __all__ = ["SUFFIXES", "Row", "holds_rows", "naming", "read_conversations", "rea
 
 _LONGEST_VALUE = 1 << 30
 """Characters of a value in a .csv file; the default of the module `csv` would refuse long texts."""
+
+_TEXTS = "field", "pair"
+"""Keys of the configuration that name columns of texts."""
 
 _Rows = Iterator[tuple[int, Mapping[str, Any]]]
 """Numbers of rows, and the values of each by column."""
@@ -35,12 +38,14 @@ class Row:
         number: Number of its line, or in .parquet of the row, from 1.
         text: Its text.
         label: Value of its label; None if there is none.
+        second: Its second text; None if only one was asked for.
     """
 
     place: str
     number: int
     text: str
     label: Any
+    second: str | None = None
 
 
 def holds_rows(file: SourceFile) -> bool:
@@ -48,27 +53,29 @@ def holds_rows(file: SourceFile) -> bool:
     return file.path.suffix in SUFFIXES
 
 
-def read_rows(file: SourceFile, field: str, label: str = "") -> Iterator[Row]:
+def read_rows(file: SourceFile, field: str, label: str = "", pair: str = "") -> Iterator[Row]:
     """Yield the rows of a file.
 
     Args:
         file: The file, of which `holds_rows` is true.
         field: The column, or the field of a .jsonl line, that holds the text.
         label: The column that holds the label; "" for rows without labels.
+        pair: The column that holds the second text; "" for rows of one text.
 
     Raises:
         DataError: The file cannot be read, or a row has no such column, or no text.
         MissingExtraError: Parquet needs the package `pyarrow`.
     """
-    wanted = [field, label] if label else [field]
-    for place, number, values in _read(file.path, wanted, text=field):
-        text = values.get(field)
-        if not isinstance(text, str):
-            texts = [name for name, value in values.items() if isinstance(value, str)]
-            raise _no_text_in_field(place, field, texts)
+    keys = {field: "field", pair: "pair", label: "label"}
+    wanted = {name: key for name, key in keys.items() if name}
+    for place, number, values in _read(file.path, wanted):
+        for name in (field, pair) if pair else (field,):
+            if not isinstance(values.get(name), str):
+                texts = [name for name, value in values.items() if isinstance(value, str)]
+                raise _no_text_in_field(place, name, texts, wanted[name])
         if label and label not in values:
             raise _no_column(place, label, list(values), "label")
-        yield Row(place, number, text, values.get(label))
+        yield Row(place, number, values[field], values.get(label), values[pair] if pair else None)
 
 
 def read_conversations(file: SourceFile, field: str) -> Iterator[tuple[str, int, Any]]:
@@ -82,16 +89,21 @@ def read_conversations(file: SourceFile, field: str) -> Iterator[tuple[str, int,
         DataError: The file cannot be read, or a row has no such column.
         MissingExtraError: Parquet needs the package `pyarrow`.
     """
-    for place, number, values in _read(file.path, [field]):
+    for place, number, values in _read(file.path, {field: "messages"}):
         if field not in values:
             raise _no_column(place, field, list(values), "messages")
         yield place, number, values[field]
 
 
-def _read(path: Path, wanted: Sequence[str], text: str = "") -> Iterator[tuple[str, int, Mapping[str, Any]]]:
-    """Yield the place, the number and the values of each row; `text` is the column that must hold texts."""
+def _read(path: Path, wanted: Mapping[str, str]) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
+    """Yield the place, the number and the values of each row.
+
+    Args:
+        path: The file.
+        wanted: The key of the configuration that names each wanted column.
+    """
     in_parquet = path.suffix == ".parquet"
-    rows = _read_parquet(path, wanted, text) if in_parquet else _READERS[path.suffix](path)
+    rows = _read_parquet(path, wanted) if in_parquet else _READERS[path.suffix](path)
     unit = "row" if in_parquet else "line"
     return ((f"{unit} {number} of {str(path)!r}", number, values) for number, values in rows)
 
@@ -151,8 +163,9 @@ def _by_column(path: Path, lines: Iterator[tuple[int, list[str]]]) -> _Rows:
             yield number, dict(zip(names, values, strict=True))
 
 
-def _read_parquet(path: Path, wanted: Sequence[str], text: str) -> _Rows:
+def _read_parquet(path: Path, wanted: Mapping[str, str]) -> _Rows:
     """Yield the wanted columns of each row; if only a text is wanted, rows where it is null are left out."""
+    only = next(iter(wanted)) if list(wanted.values()) == ["field"] else None
     try:
         import pyarrow
         import pyarrow.parquet
@@ -168,17 +181,15 @@ def _read_parquet(path: Path, wanted: Sequence[str], text: str) -> _Rows:
                     for one in columns
                     if types.is_string(one.type) or types.is_large_string(one.type)
                 ]
-                if text and text not in texts:
-                    raise _no_text_in_field(repr(str(path)), text, texts)
-                for name in wanted:
+                for name, key in wanted.items():
+                    if key in _TEXTS and name not in texts:
+                        raise _no_text_in_field(repr(str(path)), name, texts, key)
                     if name not in columns.names:
-                        raise _no_column(
-                            repr(str(path)), name, columns.names, "label" if text else "messages"
-                        )
-                for batch in file.iter_batches(batch_size=1024, columns=list(dict.fromkeys(wanted))):
+                        raise _no_column(repr(str(path)), name, columns.names, key)
+                for batch in file.iter_batches(batch_size=1024, columns=list(wanted)):
                     for values in batch.to_pylist():
                         row += 1
-                        if len(wanted) > 1 or not text or values[text] is not None:
+                        if only is None or values[only] is not None:
                             yield row, values
         except pyarrow.ArrowException as error:
             raise DataError(
@@ -211,11 +222,11 @@ def naming(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _no_text_in_field(where: str, field: str, texts: list[str]) -> DataError:
+def _no_text_in_field(where: str, field: str, texts: list[str], key: str) -> DataError:
     return DataError(
         f"{where} has no text in the field {field!r}{nearest(field, texts)}",
         possible="fields that hold text: " + (", ".join(texts) or "none here"),
-        change="name the field in data.field, or leave such files out with data.suffixes",
+        change=f"name the field in data.{key}, or leave such files out with data.suffixes",
     )
 
 

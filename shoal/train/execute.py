@@ -37,7 +37,7 @@ from shoal.record import (
     open_recorder,
 )
 from shoal.run import Decision, Run, write_decision
-from shoal.train.classes import prepared
+from shoal.train.classes import for_model, prepared
 from shoal.train.compiling import Compiling
 from shoal.train.config import describe_config
 from shoal.train.describe import describe, new_parameters_text, passed_over_text, since_step
@@ -145,6 +145,7 @@ class _Execution:
 
         corpus = self._prepare_data()
         model = first_model(self._config, device)
+        corpus = for_model(corpus, model)
         unit = "text" if corpus.labels else "byte" if corpus.tokenizer.name == "bytes" else "token"
         self._described = describe(job, model, device, f"nats a {unit}")
         if self._is_first and not job.goes_on:
