@@ -18,8 +18,9 @@ class DataConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     source: str | tuple[str, ...] | dict[str, _Weight] = "stdlib"
-    """A file, a folder, or several; "stdlib" is the source of Python's own standard library. A table from
-    sources to weights mixes them: each gives its share of the samples.
+    """A file, a folder, or several; "stdlib" is the source of Python's own standard library, and
+    "datasets:PATH#SPLIT" a dataset of the package `datasets`. A table from sources to weights mixes them:
+    each gives its share of the samples.
     """
 
     tokenizer: str = "bytes"
@@ -59,7 +60,7 @@ class DataConfig(BaseModel):
     """The share of the documents (of the ids, in .npy and .bin files) that is kept for validation."""
 
     validation: str = ""
-    """A file or folder that is for validation only; then all of `source` is trained on."""
+    """A file, folder or dataset that is for validation only; then all of `source` is trained on."""
 
     workers: int = Field(default=0, ge=0)
     """Processes that encode text with a tokenizer file or a chat template; 0: the process that trains does.

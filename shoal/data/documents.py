@@ -32,7 +32,7 @@ class Document:
 
 def holds_ids(file: SourceFile) -> bool:
     """Return whether this is a memory map of ids (.npy, .bin), to read with `open_ids`."""
-    return file.path.suffix in (".npy", ".bin")
+    return file.table is None and file.path.suffix in (".npy", ".bin")
 
 
 def open_ids(file: SourceFile, dtype: str) -> NDArray[np.integer]:
@@ -62,7 +62,7 @@ def open_ids(file: SourceFile, dtype: str) -> NDArray[np.integer]:
 
 
 def read_documents(file: SourceFile, field: str) -> Iterator[Document]:
-    """Yield the documents of a file: one per row of .jsonl, .csv, .tsv and .parquet, else the whole file.
+    """Yield the documents of a file: one per row of a file or dataset of rows, else the whole file.
 
     Read the pieces of a document before you ask for the next document.
 

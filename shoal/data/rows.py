@@ -1,4 +1,4 @@
-"""Reads files of rows: .jsonl, .csv, .tsv and .parquet.
+"""Reads files of rows: .jsonl, .csv, .tsv and .parquet, and datasets of the package `datasets`.
 
 The first line of a .csv or .tsv file names its columns. A .csv file is as RFC 4180 says: quotes may surround
 a value, which may then hold commas, quotes and line ends. A .tsv file has no quotes: a tab ends each value.
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.data.sources import SourceFile
+from shoal.data.table import Table
 from shoal.errors import DataError, MissingExtraError, nearest
 
 __all__ = ["SUFFIXES", "Row", "holds_rows", "naming", "read_conversations", "read_rows"]
@@ -49,8 +50,8 @@ class Row:
 
 
 def holds_rows(file: SourceFile) -> bool:
-    """Return whether this is a file of rows, to read with `read_rows`."""
-    return file.path.suffix in SUFFIXES
+    """Return whether this is a file or a dataset of rows, to read with `read_rows`."""
+    return file.table is not None or file.path.suffix in SUFFIXES
 
 
 def read_rows(file: SourceFile, field: str, label: str = "", pair: str = "") -> Iterator[Row]:
@@ -68,7 +69,7 @@ def read_rows(file: SourceFile, field: str, label: str = "", pair: str = "") -> 
     """
     keys = {field: "field", pair: "pair", label: "label"}
     wanted = {name: key for name, key in keys.items() if name}
-    for place, number, values in _read(file.path, wanted):
+    for place, number, values in _read(file, wanted):
         for name in (field, pair) if pair else (field,):
             if not isinstance(values.get(name), str):
                 texts = [name for name, value in values.items() if isinstance(value, str)]
@@ -89,23 +90,41 @@ def read_conversations(file: SourceFile, field: str) -> Iterator[tuple[str, int,
         DataError: The file cannot be read, or a row has no such column.
         MissingExtraError: Parquet needs the package `pyarrow`.
     """
-    for place, number, values in _read(file.path, {field: "messages"}):
+    for place, number, values in _read(file, {field: "messages"}):
         if field not in values:
             raise _no_column(place, field, list(values), "messages")
         yield place, number, values[field]
 
 
-def _read(path: Path, wanted: Mapping[str, str]) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
+def _read(file: SourceFile, wanted: Mapping[str, str]) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
     """Yield the place, the number and the values of each row.
 
     Args:
-        path: The file.
+        file: The file.
         wanted: The key of the configuration that names each wanted column.
     """
-    in_parquet = path.suffix == ".parquet"
-    rows = _read_parquet(path, wanted) if in_parquet else _READERS[path.suffix](path)
-    unit = "row" if in_parquet else "line"
-    return ((f"{unit} {number} of {str(path)!r}", number, values) for number, values in rows)
+    path, unit, name = file.path, "row", str(file.path)
+    if file.table is not None:
+        rows, name = _read_table(file.table, wanted), file.name
+    elif path.suffix == ".parquet":
+        rows = _read_parquet(path, wanted)
+    else:
+        rows, unit = _READERS[path.suffix](path), "line"
+    return ((f"{unit} {number} of {name!r}", number, values) for number, values in rows)
+
+
+def _read_table(table: Table, wanted: Mapping[str, str]) -> _Rows:
+    """Yield the wanted columns of each row of a dataset; rows are left out as in parquet."""
+    _require_columns(repr(table.name), wanted, table.columns, table.texts)
+    return _with_text(enumerate(table.rows(wanted), start=1), wanted)
+
+
+def _with_text(rows: _Rows, wanted: Mapping[str, str]) -> _Rows:
+    """Leave out the rows whose text is null, if only a text is wanted."""
+    if list(wanted.values()) != ["field"]:
+        return rows
+    (text,) = wanted
+    return ((number, values) for number, values in rows if values[text] is not None)
 
 
 def _read_jsonl(path: Path) -> _Rows:
@@ -165,13 +184,11 @@ def _by_column(path: Path, lines: Iterator[tuple[int, list[str]]]) -> _Rows:
 
 def _read_parquet(path: Path, wanted: Mapping[str, str]) -> _Rows:
     """Yield the wanted columns of each row; if only a text is wanted, rows where it is null are left out."""
-    only = next(iter(wanted)) if list(wanted.values()) == ["field"] else None
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise MissingExtraError("reading parquet", package="pyarrow", extra="parquet") from error
-    row = 0
     with naming(path):
         try:
             with pyarrow.parquet.ParquetFile(path) as file:
@@ -181,16 +198,10 @@ def _read_parquet(path: Path, wanted: Mapping[str, str]) -> _Rows:
                     for one in columns
                     if types.is_string(one.type) or types.is_large_string(one.type)
                 ]
-                for name, key in wanted.items():
-                    if key in _TEXTS and name not in texts:
-                        raise _no_text_in_field(repr(str(path)), name, texts, key)
-                    if name not in columns.names:
-                        raise _no_column(repr(str(path)), name, columns.names, key)
-                for batch in file.iter_batches(batch_size=1024, columns=list(wanted)):
-                    for values in batch.to_pylist():
-                        row += 1
-                        if only is None or values[only] is not None:
-                            yield row, values
+                _require_columns(repr(str(path)), wanted, columns.names, texts)
+                batches = file.iter_batches(batch_size=1024, columns=list(wanted))
+                rows = (values for batch in batches for values in batch.to_pylist())
+                yield from _with_text(enumerate(rows, start=1), wanted)
         except pyarrow.ArrowException as error:
             raise DataError(
                 f"{str(path)!r} cannot be read as parquet: {error}",
@@ -220,6 +231,14 @@ def naming(path: Path) -> Iterator[None]:
             possible="a file that this user may read",
             change="correct its permissions, or give another file",
         ) from error
+
+
+def _require_columns(where: str, wanted: Mapping[str, str], columns: list[str], texts: list[str]) -> None:
+    for name, key in wanted.items():
+        if key in _TEXTS and name not in texts:
+            raise _no_text_in_field(where, name, texts, key)
+        if name not in columns:
+            raise _no_column(where, name, columns, key)
 
 
 def _no_text_in_field(where: str, field: str, texts: list[str], key: str) -> DataError:

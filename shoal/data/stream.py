@@ -238,7 +238,7 @@ def _require_rows(file: SourceFile, key: str) -> None:
     if not holds_rows(file):
         raise DataError(
             f"{str(file.path)!r} has no columns, and data.{key} names one",
-            possible=", ".join(SUFFIXES) + " files",
+            possible=", ".join(SUFFIXES) + " files, and datasets:PATH",
             change=f"give such files, and leave others out with data.suffixes; or leave out data.{key}",
         )
 
