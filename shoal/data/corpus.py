@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.data.cache import default_directory, read_or_write_entry
-from shoal.data.chat import ChatSamples, template_identity
+from shoal.data.chat import ChatSamples
+from shoal.data.chat_template import template_identity
 from shoal.data.config import DataConfig
 from shoal.data.labelled import LabelledSamples, require_padding
 from shoal.data.labels import class_names, numbers_of

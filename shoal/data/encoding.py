@@ -15,7 +15,7 @@ from typing import Any, TypeVar, final
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.data.chat import ChatTemplate
+from shoal.data.chat_template import ChatTemplate
 from shoal.data.config import DataConfig
 from shoal.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
 from shoal.data.workers import Workers
