@@ -47,7 +47,7 @@ def default_directory() -> Path:
 
 
 def read_or_write_entry(
-    directory: Path, key: str, write: Callable[[BinaryIO, BinaryIO], StreamInfo]
+    directory: Path, key: str, write: Callable[[BinaryIO, BinaryIO], StreamInfo], lock: str = ""
 ) -> Entry:
     """Return the entry `key`; `write` makes it if it is not there.
 
@@ -58,6 +58,7 @@ def read_or_write_entry(
         key: Name of the data and of the way it was tokenized; safe as a file name.
         write: Function that writes the tokens to the first file, from its current position. The second file
             is for its own use.
+        lock: Name of the lock, which several entries may share; by default the entry has its own.
 
     Raises:
         OSError: The directory cannot be used, or is full; nothing half-written is left.
@@ -66,7 +67,7 @@ def read_or_write_entry(
     entry = _read_entry(path, key)
     if entry is None:
         directory.mkdir(parents=True, exist_ok=True)
-        with _lock(path.with_suffix(".lock")):
+        with _lock(directory / f"{lock or key}.lock"):
             entry = _read_entry(path, key)  # another process may have written it by now
             if entry is None:
                 _write_entry(path, key, write)

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from shoal.units import parse_bytes
+
 __all__ = ["DataConfig"]
 
 _Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -67,8 +69,23 @@ class DataConfig(BaseModel):
     The tokens are the same.
     """
 
+    streaming: bool = False
+    """Whether text is encoded while the model trains, and only some of its tokens are kept on disk: for text
+    that is larger than the disk, or to begin at once. It needs `validation`.
+    """
+
+    window: str = "64MiB"
+    """The text in which samples are shuffled with `streaming`; tokens of up to three windows are kept."""
+
     cache: Path | None = None
     """Where tokens are kept: by default $SHOAL_CACHE, else $XDG_CACHE_HOME/shoal, else ~/.cache/shoal."""
+
+    @field_validator("window")
+    @classmethod
+    def _is_a_size(cls, window: str) -> str:
+        if parse_bytes(window) < 1:
+            raise ValueError("must be at least one byte")
+        return window
 
     @field_validator("source", "suffixes")
     @classmethod
@@ -93,6 +110,13 @@ class DataConfig(BaseModel):
             raise ValueError("label and messages name two tasks: give one of them")
         if self.pair and not self.label:
             raise ValueError("pair names a second text to classify: give label too")
+        if self.streaming and (self.label or self.messages or isinstance(self.source, dict)):
+            raise ValueError(
+                "streaming is for texts of language models without weights: leave out streaming, or label, "
+                "messages and weights"
+            )
+        if self.streaming and not self.validation:
+            raise ValueError("streaming cannot set documents aside: name a file or folder in validation")
         return self
 
     @property

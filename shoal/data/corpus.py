@@ -26,7 +26,7 @@ from shoal.data.stream import StreamInfo, write_stream
 from shoal.data.tokenizer import Tokenizer, open_tokenizer
 from shoal.errors import ConfigError, DataError, nearest
 
-__all__ = ["Corpus", "Split", "prepare"]
+__all__ = ["Corpus", "Split", "prepare", "require_end", "require_split"]
 
 Split = Literal["train", "validation"]
 
@@ -71,12 +71,7 @@ class Corpus:
             ConfigError: There is no such split, or `sequence` is not positive.
             DataError: The split is shorter than one sample, or a label is no class.
         """
-        if split not in get_args(Split):
-            raise ConfigError(
-                f"there is no split {split!r}{nearest(split, get_args(Split))}",
-                possible="train, validation",
-                change="give one of these",
-            )
+        require_split(split)
         if self.labels or self.has_conversations:
             return self._rows(split, sequence)
         if len(self.tokens) < 2 * (sequence + 1):
@@ -130,13 +125,7 @@ def prepare(config: DataConfig) -> Corpus:
     tokenizer = open_tokenizer(config.tokenizer)
     if config.label:
         require_padding(tokenizer)
-    if config.boundaries and tokenizer.end_of_text is None:
-        raise DataError(
-            f"data.boundaries=true was given, and the tokenizer {tokenizer.name!r} has no token that ends a "
-            "document",
-            possible="'bytes', or a tokenizer file that names such a token",
-            change="set data.tokenizer to the tokenizer that made the ids, or leave out data.boundaries",
-        )
+    require_end(config, tokenizer)
     files = find_files(config.sources, config.suffixes)
     held_out = find_files([config.validation], config.suffixes) if config.validation else []
 
@@ -163,6 +152,35 @@ def prepare(config: DataConfig) -> Corpus:
         bool(config.messages),
         tokenizer.end_of_text if config.boundaries else None,
     )
+
+
+def require_split(split: str) -> None:
+    """Refuse a split that does not exist.
+
+    Raises:
+        ConfigError: There is no such split.
+    """
+    if split not in get_args(Split):
+        raise ConfigError(
+            f"there is no split {split!r}{nearest(split, get_args(Split))}",
+            possible="train, validation",
+            change="give one of these",
+        )
+
+
+def require_end(config: DataConfig, tokenizer: Tokenizer) -> None:
+    """Refuse `boundaries` where no token ends a document.
+
+    Raises:
+        DataError: The tokenizer has none.
+    """
+    if config.boundaries and tokenizer.end_of_text is None:
+        raise DataError(
+            f"data.boundaries=true was given, and the tokenizer {tokenizer.name!r} has no token that ends a "
+            "document",
+            possible="'bytes', or a tokenizer file that names such a token",
+            change="set data.tokenizer to the tokenizer that made the ids, or leave out data.boundaries",
+        )
 
 
 def _cache_key(

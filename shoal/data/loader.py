@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from shoal.data.generators import key_of
 from shoal.data.permutation import order
-from shoal.data.samples import Samples, fetch
+from shoal.data.samples import OrderedSamples, Samples, fetch
 from shoal.errors import ConfigError, DataError, PlanError
 from shoal.plan import Shares
 
@@ -62,6 +62,8 @@ class Loader(Generic[Batch]):
         """
         if position < 0 or count < 0:
             raise ValueError(f"position {position} and count {count} must not be negative")
+        if isinstance(self.samples, OrderedSamples):
+            return self.samples.ordered(self.seed, position, count)
         size = len(self.samples)
         parts = [np.empty(0, dtype=np.int64)]
         end = position + count
@@ -71,6 +73,17 @@ class Loader(Generic[Batch]):
             parts.append(order(self.seed, epoch, size, np.arange(start, stop, dtype=np.int64)))
             position += stop - start
         return np.concatenate(parts)
+
+    def mark(self, position: int) -> tuple[int, int] | None:
+        """Return what lets a loader in another process go on from a position at once; None if it can."""
+        samples = self.samples
+        return samples.mark(self.seed, position) if isinstance(samples, OrderedSamples) else None
+
+    def take(self, mark: Sequence[int] | None) -> None:
+        """Take note of what `mark` of a loader of the same samples gave."""
+        if mark is not None and isinstance(self.samples, OrderedSamples):
+            position, window = mark
+            self.samples.take(self.seed, (position, window))
 
     def keys(self, position: int, count: int) -> list[int]:
         """Return the seed of the generators for each sample there: a function of seed, epoch and index."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import final
+from typing import TypeAlias, final
 
 import numpy as np
 import torch
@@ -24,21 +24,29 @@ from shoal.data.corpus import prepare as prepare_one
 from shoal.data.packed import Packed, PackedSamples
 from shoal.data.permutation import order
 from shoal.data.samples import TokenSamples
+from shoal.data.streamed import StreamedCorpus, prepare_streamed
 from shoal.data.tokenizer import Tokenizer
 from shoal.errors import DataError
 
-__all__ = ["MixedCorpus", "MixedSamples", "prepare"]
+__all__ = ["AnyCorpus", "MixedCorpus", "MixedSamples", "prepare"]
+
+AnyCorpus: TypeAlias = "Corpus | MixedCorpus | StreamedCorpus"
+"""What `prepare` returns."""
 
 _Samples = TokenSamples | PackedSamples
 
 
-def prepare(config: DataConfig) -> Corpus | MixedCorpus:
+def prepare(config: DataConfig) -> AnyCorpus:
     """Tokenize the sources of `config`, or find the tokens in the cache; with weights each source by itself.
+
+    With `streaming` only the validation data is tokenized.
 
     Raises:
         DataError: A source or the tokenizer is missing, empty or unreadable, or rows were given weights.
         MissingExtraError: A format or the tokenizer needs an optional package.
     """
+    if config.streaming:
+        return prepare_streamed(config)
     if not isinstance(config.source, dict):
         return prepare_one(config)
     if config.label or config.messages:

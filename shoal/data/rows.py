@@ -12,13 +12,22 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from shoal.data.sources import SourceFile
 from shoal.data.table import Table
 from shoal.errors import DataError, MissingExtraError, nearest
 
-__all__ = ["SUFFIXES", "Row", "holds_rows", "naming", "read_conversations", "read_rows"]
+__all__ = [
+    "SUFFIXES",
+    "Row",
+    "holds_rows",
+    "naming",
+    "opened",
+    "read_conversations",
+    "read_rows",
+    "row_groups",
+]
 
 _LONGEST_VALUE = 1 << 30
 """Characters of a value in a .csv file; the default of the module `csv` would refuse long texts."""
@@ -36,7 +45,8 @@ class Row:
 
     Attributes:
         place: Place of the row, such as "line 3 of 'a.csv'".
-        number: Number of its line, or in .parquet of the row, from 1.
+        number: Number of its line, or of its row in .parquet, from 1; in a part of a .jsonl file, the byte at
+            which its line begins.
         text: Its text.
         label: Value of its label; None if there is none.
         second: Its second text; None if only one was asked for.
@@ -105,18 +115,22 @@ def _read(file: SourceFile, wanted: Mapping[str, str]) -> Iterator[tuple[str, in
     """
     path, unit, name = file.path, "row", str(file.path)
     if file.table is not None:
-        rows, name = _read_table(file.table, wanted), file.name
+        rows, name = _read_table(file, file.table, wanted), file.name
     elif path.suffix == ".parquet":
-        rows = _read_parquet(path, wanted)
+        rows = _read_parquet(file, wanted)
+    elif path.suffix == ".jsonl":
+        unit = "line" if file.part is None else "the line at byte"
+        rows = _read_jsonl(file, unit)
     else:
         rows, unit = _READERS[path.suffix](path), "line"
     return ((f"{unit} {number} of {name!r}", number, values) for number, values in rows)
 
 
-def _read_table(table: Table, wanted: Mapping[str, str]) -> _Rows:
+def _read_table(file: SourceFile, table: Table, wanted: Mapping[str, str]) -> _Rows:
     """Yield the wanted columns of each row of a dataset; rows are left out as in parquet."""
     _require_columns(repr(table.name), wanted, table.columns, table.texts)
-    return _with_text(enumerate(table.rows(wanted), start=1), wanted)
+    first = 1 if file.part is None else file.part[0] + 1
+    return _with_text(enumerate(table.rows(wanted, file.part), first), wanted)
 
 
 def _with_text(rows: _Rows, wanted: Mapping[str, str]) -> _Rows:
@@ -127,20 +141,29 @@ def _with_text(rows: _Rows, wanted: Mapping[str, str]) -> _Rows:
     return ((number, values) for number, values in rows if values[text] is not None)
 
 
-def _read_jsonl(path: Path) -> _Rows:
-    with naming(path), open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8-sig", errors="replace"))
-            except ValueError as error:
-                raise DataError(
-                    f"line {number} of {str(path)!r} is not JSON: {error}",
-                    possible="one JSON object a line",
-                    change="correct the line, or name the file .txt to read it as text",
-                ) from error
-            yield number, row if isinstance(row, dict) else {}
+def _read_jsonl(file: SourceFile, unit: str) -> _Rows:
+    for number, line in _lines(file):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8-sig", errors="replace"))
+        except ValueError as error:
+            raise DataError(
+                f"{unit} {number} of {str(file.path)!r} is not JSON: {error}",
+                possible="one JSON object a line",
+                change="correct the line, or name the file .txt to read it as text",
+            ) from error
+        yield number, row if isinstance(row, dict) else {}
+
+
+def _lines(file: SourceFile) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file with their numbers, or of a part with the bytes at which they begin."""
+    with opened(file) as (source, end):
+        if end is None:
+            yield from enumerate(source, start=1)
+            return
+        while (begin := source.tell()) < end and (line := source.readline()):
+            yield begin, line
 
 
 def _read_csv(path: Path) -> _Rows:
@@ -182,8 +205,37 @@ def _by_column(path: Path, lines: Iterator[tuple[int, list[str]]]) -> _Rows:
             yield number, dict(zip(names, values, strict=True))
 
 
-def _read_parquet(path: Path, wanted: Mapping[str, str]) -> _Rows:
+def _read_parquet(file: SourceFile, wanted: Mapping[str, str]) -> _Rows:
     """Yield the wanted columns of each row; if only a text is wanted, rows where it is null are left out."""
+    with _parquet(file.path) as source:
+        import pyarrow.types as types
+
+        columns = source.schema_arrow
+        texts = [one.name for one in columns if types.is_string(one.type) or types.is_large_string(one.type)]
+        _require_columns(repr(str(file.path)), wanted, columns.names, texts)
+        groups = None if file.part is None else range(*file.part)
+        before = range(0 if file.part is None else file.part[0])
+        first = 1 + sum(source.metadata.row_group(group).num_rows for group in before)
+        batches = source.iter_batches(batch_size=1024, columns=list(wanted), row_groups=groups)
+        rows = (values for batch in batches for values in batch.to_pylist())
+        yield from _with_text(enumerate(rows, first), wanted)
+
+
+def row_groups(file: SourceFile) -> list[int]:
+    """Return the bytes of each row group of a .parquet file.
+
+    Raises:
+        DataError: It is not a parquet file.
+        MissingExtraError: Parquet needs the package `pyarrow`.
+    """
+    with _parquet(file.path) as source:
+        about = source.metadata
+        return [about.row_group(number).total_byte_size for number in range(about.num_row_groups)]
+
+
+@contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
+    """Open a .parquet file, and name it in errors."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -191,17 +243,8 @@ def _read_parquet(path: Path, wanted: Mapping[str, str]) -> _Rows:
         raise MissingExtraError("reading parquet", package="pyarrow", extra="parquet") from error
     with naming(path):
         try:
-            with pyarrow.parquet.ParquetFile(path) as file:
-                types, columns = pyarrow.types, file.schema_arrow
-                texts = [
-                    one.name
-                    for one in columns
-                    if types.is_string(one.type) or types.is_large_string(one.type)
-                ]
-                _require_columns(repr(str(path)), wanted, columns.names, texts)
-                batches = file.iter_batches(batch_size=1024, columns=list(wanted))
-                rows = (values for batch in batches for values in batch.to_pylist())
-                yield from _with_text(enumerate(rows, start=1), wanted)
+            with pyarrow.parquet.ParquetFile(path) as source:
+                yield source
         except pyarrow.ArrowException as error:
             raise DataError(
                 f"{str(path)!r} cannot be read as parquet: {error}",
@@ -211,13 +254,26 @@ def _read_parquet(path: Path, wanted: Mapping[str, str]) -> _Rows:
 
 
 _READERS: Mapping[str, Callable[[Path], _Rows]] = {
-    ".jsonl": _read_jsonl,
     ".csv": _read_csv,
     ".tsv": _read_tsv,
 }
 
-SUFFIXES = (*_READERS, ".parquet")
+SUFFIXES = (".jsonl", *_READERS, ".parquet")
 """The suffixes of files of rows."""
+
+
+@contextmanager
+def opened(file: SourceFile) -> Iterator[tuple[BinaryIO, int | None]]:
+    """Open a file at the first line that begins in its part; give also where the part ends, or None.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    with naming(file.path), open(file.path, "rb") as source:
+        if file.part is not None and file.part[0]:
+            source.seek(file.part[0] - 1)
+            source.readline()
+        yield source, None if file.part is None else file.part[1]
 
 
 @contextmanager

@@ -8,7 +8,7 @@ of its targets is -100, so all micro-batches have the same weight.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar, cast, final
+from typing import Any, Protocol, TypeVar, cast, final, runtime_checkable
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from shoal.errors import ConfigError, DataError
 
 __all__ = [
     "MapSamples",
+    "OrderedSamples",
     "Samples",
     "TokenSamples",
     "all_targets_count",
@@ -40,6 +41,23 @@ class Samples(Protocol[Batch_co]):
 
     def batch(self, indices: NDArray[np.int64]) -> Batch_co:
         """Return the samples at `indices`, `[batch]`, joined into the model's input."""
+        ...
+
+
+@runtime_checkable
+class OrderedSamples(Samples[Batch_co], Protocol[Batch_co]):
+    """Samples with an order of their own, whose number is known only after all were read once."""
+
+    def ordered(self, seed: int, position: int, count: int) -> NDArray[np.int64]:
+        """Return the indices of the samples at the global positions `[position, position + count)`."""
+        ...
+
+    def mark(self, seed: int, position: int) -> tuple[int, int]:
+        """Return what `take` of another process needs to go on from a position at once."""
+        ...
+
+    def take(self, seed: int, mark: tuple[int, int]) -> None:
+        """Take note of what `mark` gave."""
         ...
 
 

@@ -33,6 +33,10 @@ class SourceFile:
     """Time of the last change, in nanoseconds since the epoch."""
     table: Table | None = field(default=None, compare=False, repr=False)
     """The split that this is, with the size and time of its files; None for a file."""
+    part: tuple[int, int] | None = None
+    """The part that is read, from one number to below another: of bytes in text and .jsonl files, of row
+    groups in .parquet files, of rows in a split; None for all.
+    """
 
 
 def find_files(sources: Collection[str], suffixes: Collection[str]) -> list[SourceFile]:

@@ -24,7 +24,7 @@ from shoal.data.sources import SourceFile
 from shoal.data.tokenizer import Tokenizer
 from shoal.errors import DataError
 
-__all__ = ["StreamInfo", "in_validation", "write_stream"]
+__all__ = ["StreamInfo", "in_validation", "write_documents", "write_stream"]
 
 _BLOCK = 1 << 20  # ids of a memory map that are copied at a time
 
@@ -119,6 +119,32 @@ def write_stream(
     )
 
 
+def write_documents(
+    files: Iterable[SourceFile], config: DataConfig, tokenizer: Tokenizer, output: BinaryIO
+) -> StreamInfo:
+    """Write the tokens of the documents of `files`, all for training, to `output`.
+
+    Args:
+        files: The files, or parts of them.
+        config: The configuration, which says how to read them.
+        tokenizer: The tokenizer.
+        output: Binary file that gets the tokens, from its current position.
+
+    Raises:
+        DataError: A file cannot be read.
+        MissingExtraError: A format needs an optional package.
+    """
+    dtype = _smallest_dtype(tokenizer.vocab_size)
+    part = _Part(output, dtype)
+    split = _Split(0.0, part, part)
+    items = (item for file in files for item in _documents(file, config, tokenizer, split))
+    for entry, ids in encoded(items, config, tokenizer):
+        entry.take(ids)
+    return StreamInfo(
+        dtype=dtype.str, tokens=part.length, boundary=part.length, fingerprint=part.digest.hexdigest()
+    )
+
+
 class _Part:
     """The training or the validation part, as it grows."""
 
@@ -190,6 +216,8 @@ def _documents(
         entry = _Entry(split.part(document.name), tokenizer.end_of_text)
         for piece in document.pieces:
             yield entry, piece
+        if not document.ends:
+            entry.end = None
         yield entry, None
 
 

@@ -54,11 +54,17 @@ class Table:
         features = self._dataset.features
         return [name for name in features if getattr(features[name], "dtype", None) in _STRINGS]
 
-    def rows(self, columns: Collection[str]) -> Iterator[Mapping[str, Any]]:
-        """Yield the values of each row in these columns; a class of a ClassLabel is its name."""
+    def rows(self, columns: Collection[str], part: tuple[int, int] | None) -> Iterator[Mapping[str, Any]]:
+        """Yield the values of each row in these columns; a class of a ClassLabel is its name.
+
+        Args:
+            columns: Names of the columns.
+            part: The first row, and the row behind the last; None for all.
+        """
         features = self._dataset.features
         classes = {name: features[name].names for name in columns if hasattr(features[name], "int2str")}
-        for batch in self._dataset.select_columns(list(columns)).with_format("arrow").iter(_BATCH):
+        dataset = self._dataset if part is None else self._dataset.select(range(*part))
+        for batch in dataset.select_columns(list(columns)).with_format("arrow").iter(_BATCH):
             for row in batch.to_pylist():
                 for name, names in classes.items():
                     if isinstance(row[name], int) and 0 <= row[name] < len(names):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import nn
 
-from shoal.data import Corpus, MixedCorpus, are_numbers, numbers_of, prepare, require_padding
+from shoal.data import AnyCorpus, Corpus, are_numbers, numbers_of, prepare, require_padding
 from shoal.errors import ConfigError, PlanError
 from shoal.models import classifier_of, is_classifier
 from shoal.plan import Plan
@@ -57,7 +57,7 @@ def with_classes(config: TrainConfig) -> TrainConfig:
     return config.model_copy(update={"model_options": options})
 
 
-def prepared(config: TrainConfig) -> Corpus | MixedCorpus:
+def prepared(config: TrainConfig) -> AnyCorpus:
     """Return the data of a configuration, with its classes in the order of the model's."""
     corpus = prepare(config.data)
     names = config.model_options.get(_NAMES)
@@ -66,7 +66,7 @@ def prepared(config: TrainConfig) -> Corpus | MixedCorpus:
     return replace(corpus, classes=tuple(names[str(number)] for number in range(len(names))))
 
 
-def for_model(corpus: Corpus | MixedCorpus, model: nn.Module) -> Corpus | MixedCorpus:
+def for_model(corpus: AnyCorpus, model: nn.Module) -> AnyCorpus:
     """Return the data as a model takes it: pairs with `token_type_ids` if the model tells two texts apart.
 
     A model does if its forward names `token_type_ids`, and its configuration, if it has one of Hugging Face,

@@ -18,7 +18,7 @@ from shoal.checkpoint import (
     ProcessGroupCoordinator,
     SingleProcess,
 )
-from shoal.data import Corpus, MixedCorpus
+from shoal.data import AnyCorpus
 from shoal.errors import (
     CheckpointError,
     ConfigError,
@@ -353,7 +353,7 @@ class _Execution:
         """The Plan, with the stages that the model was cut into if all ranks share a process group."""
         return self._trainer.parallel.plan if self._role is None else self._job.plan
 
-    def _prepare_data(self) -> Corpus | MixedCorpus:
+    def _prepare_data(self) -> AnyCorpus:
         """Tokenize once per host: the first rank there does it, the others find it done."""
         if self._world.local_rank == 0:
             prepared(self._config)

@@ -343,6 +343,8 @@ class Trainer:
             "position": self.position,
             "skipped": [self.skips.total, self.skips.in_a_row],
         }
+        if (mark := self._loader.mark(self.position)) is not None:
+            state["mark"] = mark
         if self._guide is not None:
             state["exchange"] = self._guide.kept()
         return self._listeners.checkpoints if directory is None else directory, self.step_count, state
@@ -372,6 +374,7 @@ class Trainer:
         self.finish_saving()
         state = self._saved.load(checkpoint)
         self.step_count, self.position = state["step"], state["position"]
+        self._loader.take(state.get("mark"))
         self.skips.total, self.skips.in_a_row = state["skipped"]
         if self._guide is not None:
             self._guide.restart(self.step_count, self.position, state.get("exchange", {}))
