@@ -86,8 +86,11 @@ def _read_entry(path: Path, key: str) -> Entry | None:
                 return None
             info = StreamInfo(**header)
             dtype = np.dtype(info.dtype)
-            if os.fstat(file.fileno()).st_size != _HEADER_BYTES + info.tokens * dtype.itemsize:
+            size = 0 if info.is_mapped else info.tokens * dtype.itemsize
+            if os.fstat(file.fileno()).st_size != _HEADER_BYTES + size:
                 return None
+            if not size:
+                return info, np.empty(0, dtype)
             return info, np.memmap(file, dtype=dtype, mode="r", offset=_HEADER_BYTES)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None

@@ -7,7 +7,7 @@ import io
 import json
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import BinaryIO, Literal, get_args
 
 import numpy as np
@@ -17,12 +17,14 @@ from shoal.data.cache import default_directory, read_or_write_entry
 from shoal.data.chat import ChatSamples
 from shoal.data.chat_template import template_identity
 from shoal.data.config import DataConfig
+from shoal.data.documents import holds_ids
 from shoal.data.labelled import LabelledSamples, require_padding
 from shoal.data.labels import class_names, numbers_of
+from shoal.data.mapped import JoinedIds, Nowhere
 from shoal.data.packed import PackedSamples
 from shoal.data.samples import TokenSamples
 from shoal.data.sources import SourceFile, find_files
-from shoal.data.stream import StreamInfo, write_stream
+from shoal.data.stream import StreamInfo, id_parts, write_stream
 from shoal.data.tokenizer import Tokenizer, open_tokenizer
 from shoal.errors import ConfigError, DataError, nearest
 
@@ -30,15 +32,15 @@ __all__ = ["Corpus", "Split", "prepare", "require_end", "require_split"]
 
 Split = Literal["train", "validation"]
 
-_FORMAT = 3  # version of cache entries; a new version replaces all entries
+_FORMAT = 4  # version of cache entries; a new version replaces all entries
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
     """All tokens as one stream: the training documents, then the validation documents."""
 
-    tokens: NDArray[np.integer]
-    """The stream, `[length]`, usually memory-mapped."""
+    tokens: NDArray[np.integer] | JoinedIds
+    """The stream, `[length]`, usually memory-mapped; if all sources hold ids, from their own files."""
     documents_end: int
     """Where the training documents end and the validation documents begin."""
     validation_fraction: float | None
@@ -103,6 +105,7 @@ class Corpus:
 
     def _rows(self, split: Split, sequence: int) -> LabelledSamples | ChatSamples:
         """Return rows; labelled ones of validation are shuffled, since files may be sorted by label."""
+        assert isinstance(self.tokens, np.ndarray)  # files of ids have no rows
         train, validation = self.tokens[: self.documents_end], self.tokens[self.documents_end :]
         part, seed = (train, None) if split == "train" else (validation, 0)
         if self.has_conversations:
@@ -115,8 +118,9 @@ def prepare(config: DataConfig) -> Corpus:
     """Tokenize the sources of `config`, or find the tokens in the cache.
 
     Tokens are kept in the cache directory under a key made of the files' paths, sizes and times, the
-    tokenizer and the configuration. Several processes may call this at the same moment; one does the
-    work. Where the cache cannot be written, the tokens are kept in memory, with a warning.
+    tokenizer and the configuration. If all sources hold ids, these are checked once, and mapped from
+    their files. Several processes may call this at the same moment; one does the work. Where the cache
+    cannot be written, the tokens are kept in memory, with a warning.
 
     Raises:
         DataError: A source or the tokenizer is missing, empty or unreadable.
@@ -130,8 +134,13 @@ def prepare(config: DataConfig) -> Corpus:
     held_out = find_files([config.validation], config.suffixes) if config.validation else []
 
     def write(output: BinaryIO, validation_output: BinaryIO) -> StreamInfo:
+        if is_mapped:
+            info = write_stream(files, config, tokenizer, Nowhere(), Nowhere(), held_out)
+            return replace(info, is_mapped=True)
         return write_stream(files, config, tokenizer, output, validation_output, held_out)
 
+    is_mapped = all(map(holds_ids, (*files, *held_out))) and not (config.label or config.messages)
+    tokens: NDArray[np.integer] | JoinedIds
     try:
         directory = config.cache.expanduser() if config.cache else default_directory()
         info, tokens = read_or_write_entry(directory, _cache_key(files, held_out, config, tokenizer), write)
@@ -140,6 +149,9 @@ def prepare(config: DataConfig) -> Corpus:
         memory = io.BytesIO()
         info = write(memory, io.BytesIO())
         tokens = np.frombuffer(memory.getbuffer(), dtype=info.dtype)
+    if is_mapped:
+        parts = id_parts(files, config, held_out)
+        tokens = parts[0] if len(parts) == 1 else JoinedIds(parts)
     labels = tuple(info.labels)  # a list if they were read from the cache
     return Corpus(
         tokens,

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch.utils.data import TensorDataset, default_collate
 
 from shoal.data.generators import generators_put_aside, key_of, refuse_here, seed_generators
+from shoal.data.mapped import JoinedIds
 from shoal.errors import ConfigError, DataError
 
 __all__ = [
@@ -80,14 +81,14 @@ class TokenSamples:
     deterministic = True
     all_targets_count = True
 
-    def __init__(self, tokens: NDArray[np.integer], sequence: int) -> None:
+    def __init__(self, tokens: NDArray[np.integer] | JoinedIds, sequence: int) -> None:
         if sequence < 1:
             raise ConfigError(
                 f"the sequence length is {sequence}",
                 possible="a positive number of tokens",
                 change="set the sequence length to 1 or more",
             )
-        self._tokens = np.asarray(tokens)
+        self._tokens = tokens if isinstance(tokens, JoinedIds) else np.asarray(tokens)
         self._count = max(0, len(tokens) - 1) // sequence
         self._window = np.arange(sequence + 1)
         self.sequence = sequence

@@ -24,7 +24,7 @@ from shoal.data.sources import SourceFile
 from shoal.data.tokenizer import Tokenizer
 from shoal.errors import DataError
 
-__all__ = ["StreamInfo", "in_validation", "write_documents", "write_stream"]
+__all__ = ["StreamInfo", "id_parts", "in_validation", "write_documents", "write_stream"]
 
 _BLOCK = 1 << 20  # ids of a memory map that are copied at a time
 
@@ -43,6 +43,8 @@ class StreamInfo:
     """A hash of the tokens and the boundary: equal for equal corpora, wherever their files are."""
     labels: tuple[str, ...] = ()
     """The labels in the order in which they appear; empty if documents have none."""
+    is_mapped: bool = False
+    """Whether the ids stay in the files of the sources, and the stream is not written."""
 
 
 def in_validation(name: str, fraction: float) -> bool:
@@ -271,12 +273,39 @@ def _require_rows(file: SourceFile, key: str) -> None:
         )
 
 
+def id_parts(
+    files: Iterable[SourceFile], config: DataConfig, validation_files: Iterable[SourceFile]
+) -> list[NDArray[np.integer]]:
+    """Return the ids of .npy and .bin files, memory-mapped, in the order of the stream.
+
+    Args:
+        files: The files, of which `holds_ids` is true.
+        config: The configuration, which says how to read them.
+        validation_files: Files for validation only, of which `holds_ids` is true too.
+
+    Raises:
+        DataError: A file cannot be read.
+    """
+    trained = [open_ids(file, config.dtype) for file in files]
+    held_out = [open_ids(file, config.dtype) for file in validation_files]
+    if held_out or len(trained) == 1:
+        return [*trained, *held_out]
+    bounds = [_boundary(ids, config.validation_fraction) for ids in trained]
+    cut = list(zip(trained, bounds, strict=True))
+    return [*(ids[:bound] for ids, bound in cut), *(ids[bound:] for ids, bound in cut)]
+
+
+def _boundary(ids: NDArray[np.integer], share: float) -> int:
+    """Return where the tail begins that is for validation: nothing says where documents end."""
+    return len(ids) - round(share * len(ids))
+
+
 def _ids(
     file: SourceFile, config: DataConfig, tokenizer: Tokenizer, split: _Split
 ) -> Iterator[tuple[_Entry, Payload]]:
-    """Yield blocks of a memory map; it does not say where documents end, so its tail is for validation."""
+    """Yield blocks of a memory map."""
     ids = open_ids(file, config.dtype)
-    boundary = len(ids) - round(split.share * len(ids))
+    boundary = _boundary(ids, split.share)
     for part, first, last in ((split.train, 0, boundary), (split.validation, boundary, len(ids))):
         entry = _Entry(part, None)
         for start in range(first, last, _BLOCK):
