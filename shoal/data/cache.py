@@ -47,7 +47,12 @@ def default_directory() -> Path:
 
 
 def read_or_write_entry(
-    directory: Path, key: str, write: Callable[[BinaryIO, BinaryIO], StreamInfo], lock: str = ""
+    directory: Path,
+    key: str,
+    write: Callable[[BinaryIO, BinaryIO], StreamInfo],
+    *,
+    lock: str = "",
+    wait: bool = True,
 ) -> Entry:
     """Return the entry `key`; `write` makes it if it is not there.
 
@@ -59,15 +64,17 @@ def read_or_write_entry(
         write: Function that writes the tokens to the first file, from its current position. The second file
             is for its own use.
         lock: Name of the lock, which several entries may share; by default the entry has its own.
+        wait: Whether to wait for a process that writes the entry.
 
     Raises:
         OSError: The directory cannot be used, or is full; nothing half-written is left.
+        BlockingIOError: Another process has the lock, and `wait` is False.
     """
     path = directory / f"{key}.tokens"
     entry = _read_entry(path, key)
     if entry is None:
         directory.mkdir(parents=True, exist_ok=True)
-        with _lock(directory / f"{lock or key}.lock"):
+        with _lock(directory / f"{lock or key}.lock", wait):
             entry = _read_entry(path, key)  # another process may have written it by now
             if entry is None:
                 _write_entry(path, key, write)
@@ -121,8 +128,8 @@ def _write_entry(path: Path, key: str, write: Callable[[BinaryIO, BinaryIO], Str
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def _lock(path: Path, wait: bool) -> Iterator[None]:
     """Hold a lock that one process at a time has; the system releases it if that process dies."""
     with open(path, "wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield

@@ -52,7 +52,7 @@ class ChunkStore:
     def __init__(self, directory: Path, chunks: Sequence[Chunk], config: DataConfig, keep: int) -> None:
         self._chunks = chunks
         self._maker = _Maker(directory, config, keep)
-        self._workers: Workers[tuple[int, Chunk], int] | None = None
+        self._workers: Workers[tuple[int, Chunk], int | None] | None = None
         if config.workers:
             self._workers = Workers(config.workers, partial(_Maker, directory, config, keep))
         self._open: OrderedDict[int, NDArray[np.integer]] = OrderedDict()
@@ -93,20 +93,28 @@ class ChunkStore:
             self._open.move_to_end(number)
             return self._open[number]
 
-    def make(self, numbers: Iterable[int]) -> None:
+    def make(self, numbers: Iterable[int], *, wait: bool = True) -> None:
         """Make those of some chunks that are not on disk, by the workers if there are any.
+
+        Args:
+            numbers: The chunks.
+            wait: Whether to wait for chunks that other processes make.
 
         Raises:
             DataError: One cannot be made.
         """
         missing = [number for number in numbers if not self._maker.has(number)]
-        if self._workers is not None and missing:
-            made = self._workers.map((number, self._chunks[number]) for number in missing)
-            for number, length in zip(missing, made, strict=True):
+        asked = ((number, self._chunks[number]) for number in missing)
+        made = map(self._maker, asked) if self._workers is None else self._workers.map(asked)
+        busy = []
+        for number, length in zip(missing, made, strict=True):
+            if length is None:
+                busy.append(number)
+            else:
                 self._lengths[number] = length
-        else:
-            for number in missing:
-                self._lengths[number] = self._maker((number, self._chunks[number]))
+        if wait:
+            for number in busy:
+                self.tokens(number)
 
     def close(self) -> None:
         """End the workers."""
@@ -124,9 +132,12 @@ class _Maker:
         self._keep = keep
         self._tokenizer = open_tokenizer(config.tokenizer)
 
-    def __call__(self, numbered: tuple[int, Chunk]) -> int:
-        """Make a chunk if it is not on disk, and return its length."""
-        return len(self.tokens(*numbered))
+    def __call__(self, numbered: tuple[int, Chunk]) -> int | None:
+        """Make a chunk if it is not on disk, and return its length; None if another process makes it."""
+        try:
+            return len(self._entry(*numbered, wait=False))
+        except BlockingIOError:
+            return None
 
     def has(self, number: int) -> bool:
         """Return whether a chunk is on disk."""
@@ -134,6 +145,12 @@ class _Maker:
 
     def tokens(self, number: int, files: Chunk) -> NDArray[np.integer]:
         """Return the tokens of a chunk, which is made if it is not on disk."""
+        return self._entry(number, files, wait=True)
+
+    def _path(self, number: int) -> Path:
+        return self._directory / f"chunk-{number}.tokens"
+
+    def _entry(self, number: int, files: Chunk, *, wait: bool) -> NDArray[np.integer]:
         is_made = False
 
         def write(output: BinaryIO, _: BinaryIO) -> StreamInfo:
@@ -144,15 +161,12 @@ class _Maker:
         with _naming(self._directory):
             path = self._path(number)
             lock = f"lock-{number % _LOCKS}"
-            info, tokens = read_or_write_entry(self._directory, path.stem, write, lock)
+            _, tokens = read_or_write_entry(self._directory, path.stem, write, lock=lock, wait=wait)
             with contextlib.suppress(FileNotFoundError):  # another process may have deleted it by now
                 os.utime(path)
             if is_made:
                 self._delete_oldest()
-        return tokens if info.tokens else np.empty(0, dtype=info.dtype)
-
-    def _path(self, number: int) -> Path:
-        return self._directory / f"chunk-{number}.tokens"
+        return tokens
 
     def _delete_oldest(self) -> None:
         """Delete the entries that were used longest ago, if there are more than are kept."""
@@ -184,6 +198,8 @@ def _naming(directory: Path) -> Iterator[None]:
     """Turn an error of the operating system about a directory into a DataError."""
     try:
         yield
+    except BlockingIOError:
+        raise
     except OSError as error:
         raise DataError(
             f"tokens cannot be kept in {str(directory)!r}: {error.strerror or error}",

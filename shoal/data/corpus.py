@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from shoal.data.config import DataConfig
 from shoal.data.documents import holds_ids
 from shoal.data.labelled import LabelledSamples, require_padding
 from shoal.data.labels import class_names, numbers_of
-from shoal.data.mapped import JoinedIds, Nowhere
+from shoal.data.mapped import JoinedIds
 from shoal.data.packed import PackedSamples
 from shoal.data.samples import TokenSamples
 from shoal.data.sources import SourceFile, find_files
@@ -135,7 +136,8 @@ def prepare(config: DataConfig) -> Corpus:
 
     def write(output: BinaryIO, validation_output: BinaryIO) -> StreamInfo:
         if is_mapped:
-            info = write_stream(files, config, tokenizer, Nowhere(), Nowhere(), held_out)
+            with open(os.devnull, "r+b") as nowhere:
+                info = write_stream(files, config, tokenizer, nowhere, nowhere, held_out)
             return replace(info, is_mapped=True)
         return write_stream(files, config, tokenizer, output, validation_output, held_out)
 

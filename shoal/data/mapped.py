@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["JoinedIds", "Nowhere"]
+__all__ = ["JoinedIds"]
 
 
 @final
@@ -44,20 +43,3 @@ class JoinedIds:
             here = sources == source
             ids[here] = self._parts[source][places[here] - begins[source]]
         return ids
-
-
-@final
-class Nowhere(io.RawIOBase):
-    """A file that keeps nothing of what is written into it."""
-
-    def write(self, data: Any, /) -> int:
-        """Return the number of bytes."""
-        return memoryview(data).nbytes
-
-    def read(self, size: int = -1, /) -> bytes:
-        """Return no bytes."""
-        return b""
-
-    def seek(self, offset: int, whence: int = 0, /) -> int:
-        """Return 0, the only place there is."""
-        return 0

@@ -223,4 +223,4 @@ class StreamedSamples:
 
     def _make_ahead(self, chunks: NDArray[np.int64]) -> None:
         with contextlib.suppress(Exception):  # who needs these chunks meets the error again
-            self._store.make(chunks)
+            self._store.make(chunks, wait=False)

@@ -16,6 +16,7 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -45,7 +46,7 @@ ids need none, so that a worker starts in a fraction of the time and takes a fra
 
 
 class Workers(Generic[Payload, Result]):
-    """Processes that apply a function to payloads. Use it as a context manager, or call `close`.
+    """Processes that apply a function to payloads. Threads may share it. Close it, or use it in `with`.
 
     Args:
         count: Number of processes, 1 or more. They start when they are first needed.
@@ -56,6 +57,7 @@ class Workers(Generic[Payload, Result]):
         self._count = count
         self._make = make
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="shoal-data")
+        self._mutex = threading.Lock()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
 
@@ -64,10 +66,11 @@ class Workers(Generic[Payload, Result]):
 
         Its errors are those of the function, and DataError if the worker ended.
         """
-        if not self._processes:
-            self._processes = [_start() for _ in range(self._count)]
-            for process in self._processes:
-                self._idle.put(process)
+        with self._mutex:
+            if not self._processes:
+                self._processes = [_start() for _ in range(self._count)]
+                for process in self._processes:
+                    self._idle.put(process)
         return self._threads.submit(self._ask, payload)
 
     def map(self, payloads: Iterable[Payload]) -> Iterator[Result]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from itertools import islice
@@ -23,6 +24,12 @@ from shoal.errors import DataError
 Configure = Callable[..., DataConfig]
 
 SUFFIXES = (".csv", ".jsonl", ".parquet", ".txt")
+
+
+@pytest.fixture(autouse=True)
+def _quick_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many small chunks would wait long for a disk with other work."""
+    monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
 def write_texts(folder: Path, seed: int = 0) -> Path:
