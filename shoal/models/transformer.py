@@ -159,14 +159,15 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, documents: Docum
 def _one_by_one(query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
     """Compute causal attention within each document; the samples' documents follow each other."""
     # One split of all samples: its backward is one concatenation, and that of a slice is a tensor of zeros.
-    joined = (
+    queries, keys, values = (
         each.transpose(0, 1).flatten(1, 2).unsqueeze(0).split(lengths, 2) for each in (query, key, value)
     )
     mixed = [
         F.scaled_dot_product_attention(*each, is_causal=True, enable_gqa=True)
-        for each in zip(*joined, strict=True)
+        for each in zip(queries, keys, values, strict=True)
     ]
-    return torch.cat(mixed, 2)[0].unflatten(1, (query.shape[0], query.shape[2])).transpose(0, 1)
+    output: Tensor = torch.cat(mixed, 2)[0].unflatten(1, (query.shape[0], query.shape[2])).transpose(0, 1)
+    return output
 
 
 def positions_from_zero(seq: int, device: torch.device) -> Tensor:
