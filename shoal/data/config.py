@@ -108,15 +108,6 @@ class DataConfig(BaseModel):
     def _has_one_task(self) -> DataConfig:
         if self.label and self.messages:
             raise ValueError("label and messages name two tasks: give one of them")
-        if self.pair and not self.label:
-            raise ValueError("pair names a second text to classify: give label too")
-        if self.streaming and (self.label or self.messages or isinstance(self.source, dict)):
-            raise ValueError(
-                "streaming is for texts of language models without weights: leave out streaming, or label, "
-                "messages and weights"
-            )
-        if self.streaming and not self.validation:
-            raise ValueError("streaming cannot set documents aside: name a file or folder in validation")
         return self
 
     @property

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Generic, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -74,15 +74,17 @@ class Loader(Generic[Batch]):
             position += stop - start
         return np.concatenate(parts)
 
-    def mark(self, position: int) -> tuple[int, int] | None:
-        """Return what lets a loader in another process go on from a position at once; None if it can."""
+    def state(self, position: int) -> dict[str, Any]:
+        """Return the state of the data at a position, from which another loader goes on; JSON."""
         samples = self.samples
-        return samples.mark(self.seed, position) if isinstance(samples, OrderedSamples) else None
+        if not isinstance(samples, OrderedSamples):
+            return {"position": position}
+        return {"position": position, "mark": samples.mark(self.seed, position)}
 
-    def take(self, mark: Sequence[int] | None) -> None:
-        """Take note of what `mark` of a loader of the same samples gave."""
-        if mark is not None and isinstance(self.samples, OrderedSamples):
-            position, window = mark
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Take note of a state, so that nothing before its position has to be read."""
+        if isinstance(self.samples, OrderedSamples) and "mark" in state:
+            position, window = state["mark"]
             self.samples.take(self.seed, (position, window))
 
     def keys(self, position: int, count: int) -> list[int]:

@@ -99,5 +99,5 @@ def test_a_second_text_that_is_missing_or_empty_is_refused(tmp_path: Path, confi
     with pytest.raises(DataError, match=r"no text in the field 'c'") as caught:
         prepare(pair_config(configure, source, tokenizer, pair="c"))
     assert "data.pair" in caught.value.change
-    with pytest.raises(ValueError, match="give label too"):
-        configure(source, pair="b")
+    with pytest.raises(ConfigError, match=r"pair=b was given without data\.label"):
+        prepare(configure(source, pair="b"))

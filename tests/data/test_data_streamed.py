@@ -19,7 +19,7 @@ from shoal.data.chunk_store import ChunkStore
 from shoal.data.chunks import plan_chunks
 from shoal.data.sources import find_files
 from shoal.data.window_order import Mark, WindowOrder
-from shoal.errors import DataError
+from shoal.errors import ConfigError, DataError
 
 Configure = Callable[..., DataConfig]
 
@@ -182,10 +182,10 @@ def test_a_run_goes_on_elsewhere_without_the_chunks_before(tmp_path: Path, confi
     whole = first.indices(0, 900)
     chunks = len(np.unique(whole >> 32))
     assert chunks > 4 * 16
-    mark = json.loads(json.dumps(first.mark(600)))
+    state = json.loads(json.dumps(first.state(600)))
     there = samples("there")
     second = Loader(there, seed=3, batch_size=4)
-    second.take(mark)
+    second.take(state)
     assert second.indices(600, 4).tolist() == whole[600:604].tolist()
     assert (there._store.lengths >= 0).sum() <= 1 + 2 * 16
     for one, two in zip(first.fetch(600, 40), second.fetch(600, 40), strict=True):
@@ -209,10 +209,10 @@ def test_streamed_documents_are_kept_apart(tmp_path: Path, configure: Configure)
 def test_what_cannot_be_streamed_is_refused(tmp_path: Path, configure: Configure) -> None:
     folder = write_texts(tmp_path / "texts")
     given = {"suffixes": SUFFIXES, "validation": str(folder / "c.csv"), "streaming": True}
-    with pytest.raises(ValueError, match="name a file or folder in validation"):
-        configure(folder, streaming=True)
-    with pytest.raises(ValueError, match="without weights"):
-        configure(folder, **given, label="label")
+    with pytest.raises(ConfigError, match=r"without data\.validation"):
+        prepare(configure(folder, streaming=True))
+    with pytest.raises(ConfigError, match=r"data\.streaming=true was given with data\.label"):
+        prepare(configure(folder, **given, label="label"))
     np.save(folder / "f.npy", np.arange(9))
     with pytest.raises(DataError, match=r"holds ids, and data\.streaming=true was given"):
         prepare(configure(folder, **{**given, "suffixes": (".txt", ".npy")}))
