@@ -147,10 +147,11 @@ def prepare(config: DataConfig) -> Corpus:
         directory = config.cache.expanduser() if config.cache else default_directory()
         info, tokens = read_or_write_entry(directory, _cache_key(files, held_out, config, tokenizer), write)
     except OSError as error:
-        warnings.warn(f"tokens are kept in memory, because they cannot be cached: {error}", stacklevel=2)
+        what = "ids are checked at each start" if is_mapped else "tokens are kept in memory"
+        warnings.warn(f"{what}, because they cannot be cached: {error}", stacklevel=2)
         memory = io.BytesIO()
         info = write(memory, io.BytesIO())
-        tokens = np.frombuffer(memory.getbuffer(), dtype=info.dtype)
+        tokens = JoinedIds([]) if is_mapped else np.frombuffer(memory.getbuffer(), dtype=info.dtype)
     if is_mapped:
         parts = id_parts(files, config, held_out)
         tokens = parts[0] if len(parts) == 1 else JoinedIds(parts)

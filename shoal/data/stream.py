@@ -26,7 +26,7 @@ from shoal.errors import DataError
 
 __all__ = ["StreamInfo", "id_parts", "in_validation", "write_documents", "write_stream"]
 
-_BLOCK = 1 << 20  # ids of a memory map that are copied at a time
+_BLOCK = 1 << 20  # ids of a memory map that are read at a time
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -56,3 +57,7 @@ def test_the_cache_holds_no_ids_and_samples_are_those_of_a_copy(tmp_path: Path, 
     alone = prepare(configure(folder / "0.bin", **given))
     assert isinstance(alone.tokens, np.memmap)
     assert Path(alone.tokens.filename) == folder / "0.bin"
+    (tmp_path / "file").write_text("no folder")
+    with pytest.warns(UserWarning, match="ids are checked at each start"):
+        uncached = prepare(configure(folder / "0.bin", cache=tmp_path / "file", **given))
+    assert isinstance(uncached.tokens, np.memmap)
