@@ -4,8 +4,8 @@ A Tokenizer turns text into ids. `prepare` turns the sources of a DataConfig (fi
 library) into a Corpus: one memory-mapped stream of ids, cut into train and validation. A sample is a
 fixed-length window of a split, one labelled text or one conversation. A Loader deals samples out: one global
 order, a function of seed and epoch only, whose whole state is the global position, so that a run continues
-on any number of ranks. A Feed makes the next micro-batches ahead where that changes nothing. `train/` and
-users' own loops call this.
+on any number of ranks. A StreamedCorpus is tokenized in chunks while a model trains. A Feed makes the next
+micro-batches ahead where that changes nothing. `train/` and users' own loops call this.
 """
 
 from shoal.data.chat import ChatSamples
@@ -16,14 +16,16 @@ from shoal.data.generators import key_of, seed_generators
 from shoal.data.labelled import LabelledSamples, require_padding
 from shoal.data.labels import are_numbers, numbers_of
 from shoal.data.loader import Loader
-from shoal.data.mixture import MixedCorpus, MixedSamples, prepare
+from shoal.data.mixture import AnyCorpus, MixedCorpus, MixedSamples, prepare
 from shoal.data.packed import Packed, PackedSamples
 from shoal.data.permutation import order
 from shoal.data.prefetch import Prefetcher
 from shoal.data.samples import MapSamples, Samples, TokenSamples, all_targets_count, as_samples, fetch
+from shoal.data.streamed import StreamedCorpus, StreamedSamples
 from shoal.data.tokenizer import Tokenizer, open_tokenizer
 
 __all__ = [
+    "AnyCorpus",
     "ChatSamples",
     "Corpus",
     "DataConfig",
@@ -38,6 +40,8 @@ __all__ = [
     "Prefetcher",
     "Samples",
     "Split",
+    "StreamedCorpus",
+    "StreamedSamples",
     "TokenSamples",
     "Tokenizer",
     "all_targets_count",

@@ -47,7 +47,12 @@ def default_directory() -> Path:
 
 
 def read_or_write_entry(
-    directory: Path, key: str, write: Callable[[BinaryIO, BinaryIO], StreamInfo]
+    directory: Path,
+    key: str,
+    write: Callable[[BinaryIO, BinaryIO], StreamInfo],
+    *,
+    lock: str = "",
+    wait: bool = True,
 ) -> Entry:
     """Return the entry `key`; `write` makes it if it is not there.
 
@@ -58,15 +63,18 @@ def read_or_write_entry(
         key: Name of the data and of the way it was tokenized; safe as a file name.
         write: Function that writes the tokens to the first file, from its current position. The second file
             is for its own use.
+        lock: Name of the lock, which several entries may share; by default the entry has its own.
+        wait: Whether to wait for a process that writes the entry.
 
     Raises:
         OSError: The directory cannot be used, or is full; nothing half-written is left.
+        BlockingIOError: Another process has the lock, and `wait` is False.
     """
     path = directory / f"{key}.tokens"
     entry = _read_entry(path, key)
     if entry is None:
         directory.mkdir(parents=True, exist_ok=True)
-        with _lock(path.with_suffix(".lock")):
+        with _lock(directory / f"{lock or key}.lock", wait):
             entry = _read_entry(path, key)  # another process may have written it by now
             if entry is None:
                 _write_entry(path, key, write)
@@ -85,8 +93,11 @@ def _read_entry(path: Path, key: str) -> Entry | None:
                 return None
             info = StreamInfo(**header)
             dtype = np.dtype(info.dtype)
-            if os.fstat(file.fileno()).st_size != _HEADER_BYTES + info.tokens * dtype.itemsize:
+            size = 0 if info.is_mapped else info.tokens * dtype.itemsize
+            if os.fstat(file.fileno()).st_size != _HEADER_BYTES + size:
                 return None
+            if not size:
+                return info, np.empty(0, dtype)
             return info, np.memmap(file, dtype=dtype, mode="r", offset=_HEADER_BYTES)
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None
@@ -117,8 +128,8 @@ def _write_entry(path: Path, key: str, write: Callable[[BinaryIO, BinaryIO], Str
 
 
 @contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def _lock(path: Path, wait: bool) -> Iterator[None]:
     """Hold a lock that one process at a time has; the system releases it if that process dies."""
     with open(path, "wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from shoal.units import parse_bytes
+
 __all__ = ["DataConfig"]
 
 _Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -18,8 +20,9 @@ class DataConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
     source: str | tuple[str, ...] | dict[str, _Weight] = "stdlib"
-    """A file, a folder, or several; "stdlib" is the source of Python's own standard library. A table from
-    sources to weights mixes them: each gives its share of the samples.
+    """A file, a folder, or several; "stdlib" is the source of Python's own standard library, and
+    "datasets:PATH#SPLIT" a dataset of the package `datasets`. A table from sources to weights mixes them:
+    each gives its share of the samples.
     """
 
     tokenizer: str = "bytes"
@@ -32,6 +35,11 @@ class DataConfig(BaseModel):
     label: str = ""
     """The field or column that holds the label. With it the task is sequence classification: each row is one
     sample, and the model predicts its class.
+    """
+
+    pair: str = ""
+    """The field or column that holds a second text, with `label`: each row is a pair of texts, such as a
+    question and a sentence, in the form that the tokenizer has for two.
     """
 
     messages: str = ""
@@ -54,10 +62,30 @@ class DataConfig(BaseModel):
     """The share of the documents (of the ids, in .npy and .bin files) that is kept for validation."""
 
     validation: str = ""
-    """A file or folder that is for validation only; then all of `source` is trained on."""
+    """A file, folder or dataset that is for validation only; then all of `source` is trained on."""
+
+    workers: int = Field(default=0, ge=0)
+    """Processes that encode text with a tokenizer file or a chat template; 0: the process that trains does.
+    The tokens are the same.
+    """
+
+    streaming: bool = False
+    """Whether text is encoded while the model trains, and only some of its tokens are kept on disk: for text
+    that is larger than the disk, or to begin at once. It needs `validation`.
+    """
+
+    window: str = "64MiB"
+    """The text in which samples are shuffled with `streaming`; tokens of up to three windows are kept."""
 
     cache: Path | None = None
     """Where tokens are kept: by default $SHOAL_CACHE, else $XDG_CACHE_HOME/shoal, else ~/.cache/shoal."""
+
+    @field_validator("window")
+    @classmethod
+    def _is_a_size(cls, window: str) -> str:
+        if parse_bytes(window) < 1:
+            raise ValueError("must be at least one byte")
+        return window
 
     @field_validator("source", "suffixes")
     @classmethod

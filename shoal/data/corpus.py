@@ -5,39 +5,43 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import BinaryIO, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shoal.data.cache import default_directory, read_or_write_entry
-from shoal.data.chat import ChatSamples, template_identity
+from shoal.data.chat import ChatSamples
+from shoal.data.chat_template import template_identity
 from shoal.data.config import DataConfig
+from shoal.data.documents import holds_ids
 from shoal.data.labelled import LabelledSamples, require_padding
 from shoal.data.labels import class_names, numbers_of
+from shoal.data.mapped import JoinedIds
 from shoal.data.packed import PackedSamples
 from shoal.data.samples import TokenSamples
 from shoal.data.sources import SourceFile, find_files
-from shoal.data.stream import StreamInfo, write_stream
+from shoal.data.stream import StreamInfo, id_parts, write_stream
 from shoal.data.tokenizer import Tokenizer, open_tokenizer
 from shoal.errors import ConfigError, DataError, nearest
 
-__all__ = ["Corpus", "Split", "prepare"]
+__all__ = ["Corpus", "Split", "prepare", "require_end", "require_split"]
 
 Split = Literal["train", "validation"]
 
-_FORMAT = 2  # version of cache entries; a new version replaces all entries
+_FORMAT = 4  # version of cache entries; a new version replaces all entries
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
     """All tokens as one stream: the training documents, then the validation documents."""
 
-    tokens: NDArray[np.integer]
-    """The stream, `[length]`, usually memory-mapped."""
+    tokens: NDArray[np.integer] | JoinedIds
+    """The stream, `[length]`, usually memory-mapped; if all sources hold ids, from their own files."""
     documents_end: int
     """Where the training documents end and the validation documents begin."""
     validation_fraction: float | None
@@ -54,6 +58,8 @@ class Corpus:
     """Whether documents are conversations."""
     end: int | None = None
     """The id that ends each document, if samples keep documents apart."""
+    has_types: bool = False
+    """Whether the model takes `token_type_ids`, which tell the two texts of a pair apart."""
 
     def samples(
         self, split: Split, sequence: int
@@ -68,12 +74,7 @@ class Corpus:
             ConfigError: There is no such split, or `sequence` is not positive.
             DataError: The split is shorter than one sample, or a label is no class.
         """
-        if split not in get_args(Split):
-            raise ConfigError(
-                f"there is no split {split!r}{nearest(split, get_args(Split))}",
-                possible="train, validation",
-                change="give one of these",
-            )
+        require_split(split)
         if self.labels or self.has_conversations:
             return self._rows(split, sequence)
         if len(self.tokens) < 2 * (sequence + 1):
@@ -105,19 +106,22 @@ class Corpus:
 
     def _rows(self, split: Split, sequence: int) -> LabelledSamples | ChatSamples:
         """Return rows; labelled ones of validation are shuffled, since files may be sorted by label."""
+        assert isinstance(self.tokens, np.ndarray)  # files of ids have no rows
         train, validation = self.tokens[: self.documents_end], self.tokens[self.documents_end :]
         part, seed = (train, None) if split == "train" else (validation, 0)
         if self.has_conversations:
             return ChatSamples(part, self.tokenizer, sequence)
-        return LabelledSamples(part, numbers_of(self.labels, self.classes), self.tokenizer, sequence, seed)
+        numbers = numbers_of(self.labels, self.classes)
+        return LabelledSamples(part, numbers, self.tokenizer, sequence, seed, has_types=self.has_types)
 
 
 def prepare(config: DataConfig) -> Corpus:
     """Tokenize the sources of `config`, or find the tokens in the cache.
 
     Tokens are kept in the cache directory under a key made of the files' paths, sizes and times, the
-    tokenizer and the configuration. Several processes may call this at the same moment; one does the
-    work. Where the cache cannot be written, the tokens are kept in memory, with a warning.
+    tokenizer and the configuration. If all sources hold ids, these are checked once, and mapped from
+    their files. Several processes may call this at the same moment; one does the work. Where the cache
+    cannot be written, the tokens are kept in memory, with a warning.
 
     Raises:
         DataError: A source or the tokenizer is missing, empty or unreadable.
@@ -126,27 +130,31 @@ def prepare(config: DataConfig) -> Corpus:
     tokenizer = open_tokenizer(config.tokenizer)
     if config.label:
         require_padding(tokenizer)
-    if config.boundaries and tokenizer.end_of_text is None:
-        raise DataError(
-            f"data.boundaries=true was given, and the tokenizer {tokenizer.name!r} has no token that ends a "
-            "document",
-            possible="'bytes', or a tokenizer file that names such a token",
-            change="set data.tokenizer to the tokenizer that made the ids, or leave out data.boundaries",
-        )
+    require_end(config, tokenizer)
     files = find_files(config.sources, config.suffixes)
     held_out = find_files([config.validation], config.suffixes) if config.validation else []
 
     def write(output: BinaryIO, validation_output: BinaryIO) -> StreamInfo:
+        if is_mapped:
+            with open(os.devnull, "r+b") as nowhere:
+                info = write_stream(files, config, tokenizer, nowhere, nowhere, held_out)
+            return replace(info, is_mapped=True)
         return write_stream(files, config, tokenizer, output, validation_output, held_out)
 
+    is_mapped = all(map(holds_ids, (*files, *held_out))) and not (config.label or config.messages)
+    tokens: NDArray[np.integer] | JoinedIds
     try:
         directory = config.cache.expanduser() if config.cache else default_directory()
         info, tokens = read_or_write_entry(directory, _cache_key(files, held_out, config, tokenizer), write)
     except OSError as error:
-        warnings.warn(f"tokens are kept in memory, because they cannot be cached: {error}", stacklevel=2)
+        what = "ids are checked at each start" if is_mapped else "tokens are kept in memory"
+        warnings.warn(f"{what}, because they cannot be cached: {error}", stacklevel=2)
         memory = io.BytesIO()
         info = write(memory, io.BytesIO())
-        tokens = np.frombuffer(memory.getbuffer(), dtype=info.dtype)
+        tokens = JoinedIds([]) if is_mapped else np.frombuffer(memory.getbuffer(), dtype=info.dtype)
+    if is_mapped:
+        parts = id_parts(files, config, held_out)
+        tokens = parts[0] if len(parts) == 1 else JoinedIds(parts)
     labels = tuple(info.labels)  # a list if they were read from the cache
     return Corpus(
         tokens,
@@ -161,6 +169,35 @@ def prepare(config: DataConfig) -> Corpus:
     )
 
 
+def require_split(split: str) -> None:
+    """Refuse a split that does not exist.
+
+    Raises:
+        ConfigError: There is no such split.
+    """
+    if split not in get_args(Split):
+        raise ConfigError(
+            f"there is no split {split!r}{nearest(split, get_args(Split))}",
+            possible="train, validation",
+            change="give one of these",
+        )
+
+
+def require_end(config: DataConfig, tokenizer: Tokenizer) -> None:
+    """Refuse `boundaries` where no token ends a document.
+
+    Raises:
+        DataError: The tokenizer has none.
+    """
+    if config.boundaries and tokenizer.end_of_text is None:
+        raise DataError(
+            f"data.boundaries=true was given, and the tokenizer {tokenizer.name!r} has no token that ends a "
+            "document",
+            possible="'bytes', or a tokenizer file that names such a token",
+            change="set data.tokenizer to the tokenizer that made the ids, or leave out data.boundaries",
+        )
+
+
 def _cache_key(
     files: Sequence[SourceFile], held_out: Sequence[SourceFile], config: DataConfig, tokenizer: Tokenizer
 ) -> str:
@@ -170,6 +207,7 @@ def _cache_key(
         "tokenizer": tokenizer.identity,
         "field": config.field,
         "label": config.label,
+        "pair": config.pair,
         "messages": [config.messages, template_identity(config.tokenizer)] if config.messages else None,
         "dtype": config.dtype,
         "validation_fraction": config.validation_fraction,

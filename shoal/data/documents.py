@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.data.rows import holds_rows, naming, read_rows
+from shoal.data.rows import holds_rows, naming, opened, read_rows
 from shoal.data.sources import SourceFile
 from shoal.errors import DataError
 
@@ -20,7 +19,7 @@ PIECE_BYTES = 1 << 20
 """Longer files of text are read in pieces of about this size, each ending with a line."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Document:
     """One text: a file, or a row of one."""
 
@@ -28,11 +27,13 @@ class Document:
     """Name, equal whenever the data is read; it decides between train and validation."""
     pieces: Iterator[str | bytes]
     """The text, cut at line ends; its bytes where the file is plain text, so that none are lost."""
+    ends: bool = True
+    """Whether the document ends here, once the pieces were read; False for a part of a file that goes on."""
 
 
 def holds_ids(file: SourceFile) -> bool:
     """Return whether this is a memory map of ids (.npy, .bin), to read with `open_ids`."""
-    return file.path.suffix in (".npy", ".bin")
+    return file.table is None and file.path.suffix in (".npy", ".bin")
 
 
 def open_ids(file: SourceFile, dtype: str) -> NDArray[np.integer]:
@@ -62,7 +63,7 @@ def open_ids(file: SourceFile, dtype: str) -> NDArray[np.integer]:
 
 
 def read_documents(file: SourceFile, field: str) -> Iterator[Document]:
-    """Yield the documents of a file: one per row of .jsonl, .csv, .tsv and .parquet, else the whole file.
+    """Yield the documents of a file: one per row of a file or dataset of rows, else the whole file.
 
     Read the pieces of a document before you ask for the next document.
 
@@ -75,16 +76,22 @@ def read_documents(file: SourceFile, field: str) -> Iterator[Document]:
         MissingExtraError: Parquet needs the package `pyarrow`.
     """
     if not holds_rows(file):
-        yield Document(file.name, _read_text(file.path))
+        document = Document(file.name, iter(()))
+        document.pieces = _read_text(file, document)
+        yield document
         return
     for row in read_rows(file, field):
         yield Document(f"{file.name}#{row.number}", iter((row.text,)))
 
 
-def _read_text(path: Path) -> Iterator[bytes]:
-    with naming(path), open(path, "rb") as file:
-        while piece := file.read(PIECE_BYTES):
-            yield piece if piece.endswith(b"\n") else piece + file.readline()
+def _read_text(file: SourceFile, document: Document) -> Iterator[bytes]:
+    with opened(file) as (source, end):
+        while end is None or source.tell() < end:
+            piece = source.read(PIECE_BYTES if end is None else min(PIECE_BYTES, end - source.tell()))
+            if not piece:
+                break
+            yield piece if piece.endswith(b"\n") else piece + source.readline()
+        document.ends = source.tell() >= file.size
 
 
 def _wrong_ids(file: SourceFile, reason: str) -> DataError:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Generic, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from shoal.data.generators import key_of
 from shoal.data.permutation import order
-from shoal.data.samples import Samples, fetch
+from shoal.data.samples import OrderedSamples, Samples, fetch
 from shoal.errors import ConfigError, DataError, PlanError
 from shoal.plan import Shares
 
@@ -62,6 +62,8 @@ class Loader(Generic[Batch]):
         """
         if position < 0 or count < 0:
             raise ValueError(f"position {position} and count {count} must not be negative")
+        if isinstance(self.samples, OrderedSamples):
+            return self.samples.ordered(self.seed, position, count)
         size = len(self.samples)
         parts = [np.empty(0, dtype=np.int64)]
         end = position + count
@@ -71,6 +73,19 @@ class Loader(Generic[Batch]):
             parts.append(order(self.seed, epoch, size, np.arange(start, stop, dtype=np.int64)))
             position += stop - start
         return np.concatenate(parts)
+
+    def state(self, position: int) -> dict[str, Any]:
+        """Return the state of the data at a position, from which another loader goes on; JSON."""
+        samples = self.samples
+        if not isinstance(samples, OrderedSamples):
+            return {"position": position}
+        return {"position": position, "mark": samples.mark(self.seed, position)}
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Take note of a state, so that nothing before its position has to be read."""
+        if isinstance(self.samples, OrderedSamples) and "mark" in state:
+            position, window = state["mark"]
+            self.samples.take(self.seed, (position, window))
 
     def keys(self, position: int, count: int) -> list[int]:
         """Return the seed of the generators for each sample there: a function of seed, epoch and index."""

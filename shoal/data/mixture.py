@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from typing import final
+from typing import TypeAlias, final
 
 import numpy as np
 import torch
@@ -24,21 +24,37 @@ from shoal.data.corpus import prepare as prepare_one
 from shoal.data.packed import Packed, PackedSamples
 from shoal.data.permutation import order
 from shoal.data.samples import TokenSamples
+from shoal.data.streamed import StreamedCorpus, prepare_streamed
 from shoal.data.tokenizer import Tokenizer
-from shoal.errors import DataError
+from shoal.errors import ConfigError, DataError
 
-__all__ = ["MixedCorpus", "MixedSamples", "prepare"]
+__all__ = ["AnyCorpus", "MixedCorpus", "MixedSamples", "prepare"]
+
+AnyCorpus: TypeAlias = "Corpus | MixedCorpus | StreamedCorpus"
+"""What `prepare` returns."""
 
 _Samples = TokenSamples | PackedSamples
 
 
-def prepare(config: DataConfig) -> Corpus | MixedCorpus:
+def prepare(config: DataConfig) -> AnyCorpus:
     """Tokenize the sources of `config`, or find the tokens in the cache; with weights each source by itself.
 
+    With `streaming` only the validation data is tokenized.
+
     Raises:
+        ConfigError: Keys do not go together.
         DataError: A source or the tokenizer is missing, empty or unreadable, or rows were given weights.
         MissingExtraError: A format or the tokenizer needs an optional package.
     """
+    if config.pair and not config.label:
+        raise ConfigError(
+            f"data.pair={config.pair} was given without data.label",
+            possible="pairs of texts with labels",
+            change="name the column of the labels in data.label, or leave out data.pair",
+        )
+    if config.streaming:
+        _require_streamable(config)
+        return prepare_streamed(config)
     if not isinstance(config.source, dict):
         return prepare_one(config)
     if config.label or config.messages:
@@ -49,6 +65,24 @@ def prepare(config: DataConfig) -> Corpus | MixedCorpus:
         )
     corpora = {source: prepare_one(config.model_copy(update={"source": source})) for source in config.source}
     return MixedCorpus(corpora, config.source)
+
+
+def _require_streamable(config: DataConfig) -> None:
+    others = [f"data.{name}" for name in ("label", "messages") if getattr(config, name)]
+    if isinstance(config.source, dict):
+        others.append("weights")
+    if others:
+        raise ConfigError(
+            f"data.streaming=true was given with {' and '.join(others)}",
+            possible="streaming for texts of language models, without weights",
+            change="leave out data.streaming, or the others",
+        )
+    if not config.validation:
+        raise ConfigError(
+            "data.streaming=true was given without data.validation, and a stream sets no documents aside",
+            possible="a file, folder or dataset that is for validation only",
+            change="name it in data.validation",
+        )
 
 
 @final

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from shoal.data.samples import TokenSamples
 
-__all__ = ["Packed", "PackedSamples"]
+__all__ = ["Packed", "PackedSamples", "kept_apart"]
 
 _NO_TARGET = -100
 
@@ -63,10 +63,20 @@ class PackedSamples:
         Raises:
             IndexError: An index is not in `range(len(self))`.
         """
-        tokens, targets = self._samples.batch(indices)
-        ends = tokens == self._end
-        every = torch.arange(tokens.shape[1])
-        begins = torch.zeros_like(tokens)
-        begins[:, 1:] = torch.where(ends[:, :-1], every[1:], 0)
-        starts = begins.cummax(1).values
-        return Packed(tokens, every - starts), targets.masked_fill(ends, _NO_TARGET)
+        return kept_apart(*self._samples.batch(indices), self._end)
+
+
+def kept_apart(tokens: Tensor, targets: Tensor, end: int) -> tuple[Packed, Tensor]:
+    """Return inputs with the positions in their documents, and targets, of which `end` tokens have none.
+
+    Args:
+        tokens: Windows of a token stream, `[batch, seq]`.
+        targets: The tokens that follow, `[batch, seq]`.
+        end: The id that ends each document.
+    """
+    ends = tokens == end
+    every = torch.arange(tokens.shape[1])
+    begins = torch.zeros_like(tokens)
+    begins[:, 1:] = torch.where(ends[:, :-1], every[1:], 0)
+    starts = begins.cummax(1).values
+    return Packed(tokens, every - starts), targets.masked_fill(ends, _NO_TARGET)

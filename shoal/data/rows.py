@@ -1,4 +1,4 @@
-"""Reads files of rows: .jsonl, .csv, .tsv and .parquet.
+"""Reads files of rows: .jsonl, .csv, .tsv and .parquet, and datasets of the package `datasets`.
 
 The first line of a .csv or .tsv file names its columns. A .csv file is as RFC 4180 says: quotes may surround
 a value, which may then hold commas, quotes and line ends. A .tsv file has no quotes: a tab ends each value.
@@ -8,19 +8,32 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from shoal.data.sources import SourceFile
+from shoal.data.table import Table
 from shoal.errors import DataError, MissingExtraError, nearest
 
-__all__ = ["SUFFIXES", "Row", "holds_rows", "naming", "read_conversations", "read_rows"]
+__all__ = [
+    "SUFFIXES",
+    "Row",
+    "holds_rows",
+    "naming",
+    "opened",
+    "read_conversations",
+    "read_rows",
+    "row_groups",
+]
 
 _LONGEST_VALUE = 1 << 30
 """Characters of a value in a .csv file; the default of the module `csv` would refuse long texts."""
+
+_TEXTS = "field", "pair"
+"""Keys of the configuration that name columns of texts."""
 
 _Rows = Iterator[tuple[int, Mapping[str, Any]]]
 """Numbers of rows, and the values of each by column."""
@@ -32,43 +45,48 @@ class Row:
 
     Attributes:
         place: Place of the row, such as "line 3 of 'a.csv'".
-        number: Number of its line, or in .parquet of the row, from 1.
+        number: Number of its line, or of its row in .parquet, from 1; in a part of a .jsonl file, the byte at
+            which its line begins.
         text: Its text.
         label: Value of its label; None if there is none.
+        second: Its second text; None if only one was asked for.
     """
 
     place: str
     number: int
     text: str
     label: Any
+    second: str | None = None
 
 
 def holds_rows(file: SourceFile) -> bool:
-    """Return whether this is a file of rows, to read with `read_rows`."""
-    return file.path.suffix in SUFFIXES
+    """Return whether this is a file or a dataset of rows, to read with `read_rows`."""
+    return file.table is not None or file.path.suffix in SUFFIXES
 
 
-def read_rows(file: SourceFile, field: str, label: str = "") -> Iterator[Row]:
+def read_rows(file: SourceFile, field: str, label: str = "", pair: str = "") -> Iterator[Row]:
     """Yield the rows of a file.
 
     Args:
         file: The file, of which `holds_rows` is true.
         field: The column, or the field of a .jsonl line, that holds the text.
         label: The column that holds the label; "" for rows without labels.
+        pair: The column that holds the second text; "" for rows of one text.
 
     Raises:
         DataError: The file cannot be read, or a row has no such column, or no text.
         MissingExtraError: Parquet needs the package `pyarrow`.
     """
-    wanted = [field, label] if label else [field]
-    for place, number, values in _read(file.path, wanted, text=field):
-        text = values.get(field)
-        if not isinstance(text, str):
-            texts = [name for name, value in values.items() if isinstance(value, str)]
-            raise _no_text_in_field(place, field, texts)
+    keys = {field: "field", pair: "pair", label: "label"}
+    wanted = {name: key for name, key in keys.items() if name}
+    for place, number, values in _read(file, wanted):
+        for name in (field, pair) if pair else (field,):
+            if not isinstance(values.get(name), str):
+                texts = [name for name, value in values.items() if isinstance(value, str)]
+                raise _no_text_in_field(place, name, texts, wanted[name])
         if label and label not in values:
             raise _no_column(place, label, list(values), "label")
-        yield Row(place, number, text, values.get(label))
+        yield Row(place, number, values[field], values.get(label), values[pair] if pair else None)
 
 
 def read_conversations(file: SourceFile, field: str) -> Iterator[tuple[str, int, Any]]:
@@ -82,34 +100,70 @@ def read_conversations(file: SourceFile, field: str) -> Iterator[tuple[str, int,
         DataError: The file cannot be read, or a row has no such column.
         MissingExtraError: Parquet needs the package `pyarrow`.
     """
-    for place, number, values in _read(file.path, [field]):
+    for place, number, values in _read(file, {field: "messages"}):
         if field not in values:
             raise _no_column(place, field, list(values), "messages")
         yield place, number, values[field]
 
 
-def _read(path: Path, wanted: Sequence[str], text: str = "") -> Iterator[tuple[str, int, Mapping[str, Any]]]:
-    """Yield the place, the number and the values of each row; `text` is the column that must hold texts."""
-    in_parquet = path.suffix == ".parquet"
-    rows = _read_parquet(path, wanted, text) if in_parquet else _READERS[path.suffix](path)
-    unit = "row" if in_parquet else "line"
-    return ((f"{unit} {number} of {str(path)!r}", number, values) for number, values in rows)
+def _read(file: SourceFile, wanted: Mapping[str, str]) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
+    """Yield the place, the number and the values of each row.
+
+    Args:
+        file: The file.
+        wanted: The key of the configuration that names each wanted column.
+    """
+    path, unit, name = file.path, "row", str(file.path)
+    if file.table is not None:
+        rows, name = _read_table(file, file.table, wanted), file.name
+    elif path.suffix == ".parquet":
+        rows = _read_parquet(file, wanted)
+    elif path.suffix == ".jsonl":
+        unit = "line" if file.part is None else "the line at byte"
+        rows = _read_jsonl(file, unit)
+    else:
+        rows, unit = _READERS[path.suffix](path), "line"
+    return ((f"{unit} {number} of {name!r}", number, values) for number, values in rows)
 
 
-def _read_jsonl(path: Path) -> _Rows:
-    with naming(path), open(path, "rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode("utf-8-sig", errors="replace"))
-            except ValueError as error:
-                raise DataError(
-                    f"line {number} of {str(path)!r} is not JSON: {error}",
-                    possible="one JSON object a line",
-                    change="correct the line, or name the file .txt to read it as text",
-                ) from error
-            yield number, row if isinstance(row, dict) else {}
+def _read_table(file: SourceFile, table: Table, wanted: Mapping[str, str]) -> _Rows:
+    """Yield the wanted columns of each row of a dataset; rows are left out as in parquet."""
+    _require_columns(repr(table.name), wanted, table.columns, table.texts)
+    first = 1 if file.part is None else file.part[0] + 1
+    return _with_text(enumerate(table.rows(wanted, file.part), first), wanted)
+
+
+def _with_text(rows: _Rows, wanted: Mapping[str, str]) -> _Rows:
+    """Leave out the rows whose text is null, if only a text is wanted."""
+    if list(wanted.values()) != ["field"]:
+        return rows
+    (text,) = wanted
+    return ((number, values) for number, values in rows if values[text] is not None)
+
+
+def _read_jsonl(file: SourceFile, unit: str) -> _Rows:
+    for number, line in _lines(file):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8-sig", errors="replace"))
+        except ValueError as error:
+            raise DataError(
+                f"{unit} {number} of {str(file.path)!r} is not JSON: {error}",
+                possible="one JSON object a line",
+                change="correct the line, or name the file .txt to read it as text",
+            ) from error
+        yield number, row if isinstance(row, dict) else {}
+
+
+def _lines(file: SourceFile) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a file with their numbers, or of a part with the bytes at which they begin."""
+    with opened(file) as (source, end):
+        if end is None:
+            yield from enumerate(source, start=1)
+            return
+        while (begin := source.tell()) < end and (line := source.readline()):
+            yield begin, line
 
 
 def _read_csv(path: Path) -> _Rows:
@@ -151,35 +205,46 @@ def _by_column(path: Path, lines: Iterator[tuple[int, list[str]]]) -> _Rows:
             yield number, dict(zip(names, values, strict=True))
 
 
-def _read_parquet(path: Path, wanted: Sequence[str], text: str) -> _Rows:
+def _read_parquet(file: SourceFile, wanted: Mapping[str, str]) -> _Rows:
     """Yield the wanted columns of each row; if only a text is wanted, rows where it is null are left out."""
+    with _parquet(file.path) as source:
+        import pyarrow.types as types
+
+        columns = source.schema_arrow
+        texts = [one.name for one in columns if types.is_string(one.type) or types.is_large_string(one.type)]
+        _require_columns(repr(str(file.path)), wanted, columns.names, texts)
+        groups = None if file.part is None else range(*file.part)
+        before = range(0 if file.part is None else file.part[0])
+        first = 1 + sum(source.metadata.row_group(group).num_rows for group in before)
+        batches = source.iter_batches(batch_size=1024, columns=list(wanted), row_groups=groups)
+        rows = (values for batch in batches for values in batch.to_pylist())
+        yield from _with_text(enumerate(rows, first), wanted)
+
+
+def row_groups(file: SourceFile) -> list[int]:
+    """Return the bytes of each row group of a .parquet file.
+
+    Raises:
+        DataError: It is not a parquet file.
+        MissingExtraError: Parquet needs the package `pyarrow`.
+    """
+    with _parquet(file.path) as source:
+        about = source.metadata
+        return [about.row_group(number).total_byte_size for number in range(about.num_row_groups)]
+
+
+@contextmanager
+def _parquet(path: Path) -> Iterator[Any]:
+    """Open a .parquet file, and name it in errors."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise MissingExtraError("reading parquet", package="pyarrow", extra="parquet") from error
-    row = 0
     with naming(path):
         try:
-            with pyarrow.parquet.ParquetFile(path) as file:
-                types, columns = pyarrow.types, file.schema_arrow
-                texts = [
-                    one.name
-                    for one in columns
-                    if types.is_string(one.type) or types.is_large_string(one.type)
-                ]
-                if text and text not in texts:
-                    raise _no_text_in_field(repr(str(path)), text, texts)
-                for name in wanted:
-                    if name not in columns.names:
-                        raise _no_column(
-                            repr(str(path)), name, columns.names, "label" if text else "messages"
-                        )
-                for batch in file.iter_batches(batch_size=1024, columns=list(dict.fromkeys(wanted))):
-                    for values in batch.to_pylist():
-                        row += 1
-                        if len(wanted) > 1 or not text or values[text] is not None:
-                            yield row, values
+            with pyarrow.parquet.ParquetFile(path) as source:
+                yield source
         except pyarrow.ArrowException as error:
             raise DataError(
                 f"{str(path)!r} cannot be read as parquet: {error}",
@@ -189,13 +254,26 @@ def _read_parquet(path: Path, wanted: Sequence[str], text: str) -> _Rows:
 
 
 _READERS: Mapping[str, Callable[[Path], _Rows]] = {
-    ".jsonl": _read_jsonl,
     ".csv": _read_csv,
     ".tsv": _read_tsv,
 }
 
-SUFFIXES = (*_READERS, ".parquet")
+SUFFIXES = (".jsonl", *_READERS, ".parquet")
 """The suffixes of files of rows."""
+
+
+@contextmanager
+def opened(file: SourceFile) -> Iterator[tuple[BinaryIO, int | None]]:
+    """Open a file at the first line that begins in its part; give also where the part ends, or None.
+
+    Raises:
+        DataError: The file cannot be read.
+    """
+    with naming(file.path), open(file.path, "rb") as source:
+        if file.part is not None and file.part[0]:
+            source.seek(file.part[0] - 1)
+            source.readline()
+        yield source, None if file.part is None else file.part[1]
 
 
 @contextmanager
@@ -211,11 +289,19 @@ def naming(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _no_text_in_field(where: str, field: str, texts: list[str]) -> DataError:
+def _require_columns(where: str, wanted: Mapping[str, str], columns: list[str], texts: list[str]) -> None:
+    for name, key in wanted.items():
+        if key in _TEXTS and name not in texts:
+            raise _no_text_in_field(where, name, texts, key)
+        if name not in columns:
+            raise _no_column(where, name, columns, key)
+
+
+def _no_text_in_field(where: str, field: str, texts: list[str], key: str) -> DataError:
     return DataError(
         f"{where} has no text in the field {field!r}{nearest(field, texts)}",
         possible="fields that hold text: " + (", ".join(texts) or "none here"),
-        change="name the field in data.field, or leave such files out with data.suffixes",
+        change=f"name the field in data.{key}, or leave such files out with data.suffixes",
     )
 
 

@@ -8,7 +8,7 @@ of its targets is -100, so all micro-batches have the same weight.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar, cast, final
+from typing import Any, Protocol, TypeVar, cast, final, runtime_checkable
 
 import numpy as np
 import torch
@@ -16,10 +16,12 @@ from numpy.typing import NDArray
 from torch.utils.data import TensorDataset, default_collate
 
 from shoal.data.generators import generators_put_aside, key_of, refuse_here, seed_generators
+from shoal.data.mapped import JoinedIds
 from shoal.errors import ConfigError, DataError
 
 __all__ = [
     "MapSamples",
+    "OrderedSamples",
     "Samples",
     "TokenSamples",
     "all_targets_count",
@@ -43,6 +45,23 @@ class Samples(Protocol[Batch_co]):
         ...
 
 
+@runtime_checkable
+class OrderedSamples(Samples[Batch_co], Protocol[Batch_co]):
+    """Samples with an order of their own, whose number is known only after all were read once."""
+
+    def ordered(self, seed: int, position: int, count: int) -> NDArray[np.int64]:
+        """Return the indices of the samples at the global positions `[position, position + count)`."""
+        ...
+
+    def mark(self, seed: int, position: int) -> tuple[int, int]:
+        """Return what `take` of another process needs to go on from a position at once."""
+        ...
+
+    def take(self, seed: int, mark: tuple[int, int]) -> None:
+        """Take note of what `mark` gave."""
+        ...
+
+
 @final
 class TokenSamples:
     """Windows of a token stream: sample `i` is `tokens[i * sequence : i * sequence + sequence + 1]`.
@@ -62,14 +81,14 @@ class TokenSamples:
     deterministic = True
     all_targets_count = True
 
-    def __init__(self, tokens: NDArray[np.integer], sequence: int) -> None:
+    def __init__(self, tokens: NDArray[np.integer] | JoinedIds, sequence: int) -> None:
         if sequence < 1:
             raise ConfigError(
                 f"the sequence length is {sequence}",
                 possible="a positive number of tokens",
                 change="set the sequence length to 1 or more",
             )
-        self._tokens = np.asarray(tokens)
+        self._tokens = tokens if isinstance(tokens, JoinedIds) else np.asarray(tokens)
         self._count = max(0, len(tokens) - 1) // sequence
         self._window = np.arange(sequence + 1)
         self.sequence = sequence

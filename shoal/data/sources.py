@@ -6,9 +6,10 @@ import os
 import stat
 import sysconfig
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from shoal.data.table import PREFIX, Table, open_table
 from shoal.errors import DataError, nearest
 
 __all__ = ["SourceFile", "find_files"]
@@ -30,6 +31,12 @@ class SourceFile:
     """Size in bytes."""
     modified: int
     """Time of the last change, in nanoseconds since the epoch."""
+    table: Table | None = field(default=None, compare=False, repr=False)
+    """The split that this is, with the size and time of its files; None for a file."""
+    part: tuple[int, int] | None = None
+    """The part that is read, from one number to below another: of bytes in text and .jsonl files, of row
+    groups in .parquet files, of rows in a split; None for all.
+    """
 
 
 def find_files(sources: Collection[str], suffixes: Collection[str]) -> list[SourceFile]:
@@ -39,11 +46,13 @@ def find_files(sources: Collection[str], suffixes: Collection[str]) -> list[Sour
     are left out, and so are files and folders whose name starts with a dot.
 
     Args:
-        sources: Paths of files or folders; "stdlib" is Python's own standard library.
+        sources: Paths of files or folders; "stdlib" is Python's own standard library, and "datasets:PATH" a
+            dataset of the package `datasets`.
         suffixes: Suffixes of the files of a folder that are read.
 
     Raises:
         DataError: A source is missing, unreadable, or holds nothing to read.
+        MissingExtraError: A dataset needs the package `datasets`.
     """
     return [file for source in sources for file in _find_in(source, suffixes)]
 
@@ -51,6 +60,11 @@ def find_files(sources: Collection[str], suffixes: Collection[str]) -> list[Sour
 def _find_in(source: str, suffixes: Collection[str]) -> list[SourceFile]:
     if source == STANDARD_LIBRARY:
         return _find_in_folder(Path(sysconfig.get_path("stdlib")), source, [".py"], _NOT_STANDARD)
+    if source.startswith(PREFIX):
+        table = open_table(source)
+        found = [file.stat() for file in table.files]
+        size, modified = sum(each.st_size for each in found), max(each.st_mtime_ns for each in found)
+        return [SourceFile(table.path, table.name, size, modified, table)]
     path = Path(os.path.expanduser(source)).absolute()
     try:
         status = path.stat()

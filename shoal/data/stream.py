@@ -8,25 +8,25 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.data.chat import ChatTemplate
 from shoal.data.config import DataConfig
-from shoal.data.documents import Document, holds_ids, open_ids, read_documents
+from shoal.data.documents import holds_ids, open_ids, read_documents
+from shoal.data.encoding import Conversation, Payload, encoded
 from shoal.data.labels import MOST_CLASSES, Labels
 from shoal.data.rows import SUFFIXES, holds_rows, read_conversations, read_rows
 from shoal.data.sources import SourceFile
 from shoal.data.tokenizer import Tokenizer
 from shoal.errors import DataError
 
-__all__ = ["StreamInfo", "in_validation", "write_stream"]
+__all__ = ["StreamInfo", "id_parts", "in_validation", "write_documents", "write_stream"]
 
-_BLOCK = 1 << 20  # ids of a memory map that are copied at a time
+_BLOCK = 1 << 20  # ids of a memory map that are read at a time
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +43,8 @@ class StreamInfo:
     """A hash of the tokens and the boundary: equal for equal corpora, wherever their files are."""
     labels: tuple[str, ...] = ()
     """The labels in the order in which they appear; empty if documents have none."""
+    is_mapped: bool = False
+    """Whether the ids stay in the files of the sources, and the stream is not written."""
 
 
 def in_validation(name: str, fraction: float) -> bool:
@@ -75,23 +77,28 @@ def write_stream(
         MissingExtraError: A format needs an optional package.
     """
     labels = Labels(config.label) if config.label else None
-    template = ChatTemplate(config.tokenizer) if config.messages else None
     size = tokenizer.vocab_size
-    dtype = _smallest_dtype(2 * size + 1 if template else size + MOST_CLASSES if labels else size)
+    largest = 2 * size + 1 if config.messages else size + 1 + MOST_CLASSES if labels else size
+    dtype = _smallest_dtype(largest)
     train, validation = _Part(output, dtype), _Part(validation_output, dtype)
     held_out = list(validation_files)
     split = _Split(0.0 if held_out else config.validation_fraction, train, validation)
     only_validation = _Split(1.0, train, validation)
-    for file, where in [*((file, split) for file in files), *((file, only_validation) for file in held_out)]:
-        if labels is not None:
-            _append_labelled(file, config, tokenizer, labels, where)
-        elif template is not None:
-            _append_conversations(file, config, tokenizer, template, where)
-        elif holds_ids(file):
-            _append_ids(file, config, tokenizer, where)
-        else:
-            for document in read_documents(file, config.field):
-                _append_document(document, tokenizer, where.part(document.name))
+
+    def items() -> Iterator[tuple[_Entry, Payload]]:
+        for some, where in ((files, split), (held_out, only_validation)):
+            for file in some:
+                if labels is not None:
+                    yield from _labelled(file, config, tokenizer, labels, where)
+                elif config.messages:
+                    yield from _conversations(file, config, tokenizer, where)
+                elif holds_ids(file):
+                    yield from _ids(file, config, tokenizer, where)
+                else:
+                    yield from _documents(file, config, tokenizer, where)
+
+    for entry, ids in encoded(items(), config, tokenizer):
+        entry.take(ids)
     if train.length + validation.length == 0:
         raise DataError(
             f"there is no text in {', '.join(map(repr, config.sources))}",
@@ -111,6 +118,32 @@ def write_stream(
         boundary=train.length,
         fingerprint=hashlib.sha256(hashes.encode()).hexdigest(),
         labels=() if labels is None else tuple(labels.places),
+    )
+
+
+def write_documents(
+    files: Iterable[SourceFile], config: DataConfig, tokenizer: Tokenizer, output: BinaryIO
+) -> StreamInfo:
+    """Write the tokens of the documents of `files`, all for training, to `output`.
+
+    Args:
+        files: The files, or parts of them.
+        config: The configuration, which says how to read them.
+        tokenizer: The tokenizer.
+        output: Binary file that gets the tokens, from its current position.
+
+    Raises:
+        DataError: A file cannot be read.
+        MissingExtraError: A format needs an optional package.
+    """
+    dtype = _smallest_dtype(tokenizer.vocab_size)
+    part = _Part(output, dtype)
+    split = _Split(0.0, part, part)
+    items = (item for file in files for item in _documents(file, config, tokenizer, split))
+    for entry, ids in encoded(items, config, tokenizer):
+        entry.take(ids)
+    return StreamInfo(
+        dtype=dtype.str, tokens=part.length, boundary=part.length, fingerprint=part.digest.hexdigest()
     )
 
 
@@ -143,75 +176,138 @@ class _Split:
         return self.validation if in_validation(name, self.share) else self.train
 
 
-def _append_document(document: Document, tokenizer: Tokenizer, part: _Part) -> None:
-    """Add a document and the id that ends it; an empty document adds nothing."""
-    if tokenizer.end_of_text is None:
-        raise DataError(
-            f"{document.name!r} is text, and the tokenizer {tokenizer.name!r} does not read text",
-            possible="'bytes' or a tokenizer file for text; 'ids:N' for .npy and .bin files",
-            change="set data.tokenizer to the tokenizer that reads this text",
-        )
-    before = part.length
-    for piece in document.pieces:
-        part.append(tokenizer.encode(piece))
-    if part.length > before:
-        part.append(np.array([tokenizer.end_of_text]))
+@dataclass(slots=True)
+class _Entry:
+    """A document or a row on its way to a part.
+
+    Attributes:
+        part: The part that gets its ids.
+        end: The id that ends it; None if none does.
+        empty: The error if one of its texts has no ids; None if it may be empty, and then adds nothing.
+        length: The number of its ids so far.
+    """
+
+    part: _Part
+    end: int | None
+    empty: DataError | None = None
+    length: int = 0
+
+    def take(self, ids: NDArray[np.integer] | None) -> None:
+        """Add ids; None: it ends."""
+        if ids is None:
+            if self.length and self.end is not None:
+                self.part.append(np.array([self.end]))
+            return
+        if self.empty is not None and not len(ids):
+            raise self.empty
+        self.part.append(ids)
+        self.length += len(ids)
 
 
-def _append_labelled(
-    file: SourceFile, config: DataConfig, tokenizer: Tokenizer, labels: Labels, split: _Split
-) -> None:
-    """Add the rows of a file, each with the id of its label."""
-    _require_rows(file, "label")
-    for row in read_rows(file, config.field, config.label):
-        label, place = labels.place(row)
-        ids = tokenizer.encode(row.text)
-        if not row.text.strip() or not len(ids):
+def _documents(
+    file: SourceFile, config: DataConfig, tokenizer: Tokenizer, split: _Split
+) -> Iterator[tuple[_Entry, Payload]]:
+    """Yield the documents of a file."""
+    for document in read_documents(file, config.field):
+        if tokenizer.end_of_text is None:
             raise DataError(
-                f"{row.place} has an empty text in {config.field!r}",
-                possible="a text of at least one token in each row",
-                change="remove the row",
+                f"{document.name!r} is text, and the tokenizer {tokenizer.name!r} does not read text",
+                possible="'bytes' or a tokenizer file for text; 'ids:N' for .npy and .bin files",
+                change="set data.tokenizer to the tokenizer that reads this text",
             )
+        entry = _Entry(split.part(document.name), tokenizer.end_of_text)
+        for piece in document.pieces:
+            yield entry, piece
+        if not document.ends:
+            entry.end = None
+        yield entry, None
+
+
+def _labelled(
+    file: SourceFile, config: DataConfig, tokenizer: Tokenizer, labels: Labels, split: _Split
+) -> Iterator[tuple[_Entry, Payload]]:
+    """Yield the rows of a file, each with the id of its label, and with an id between two texts."""
+    _require_rows(file, "label")
+    for row in read_rows(file, config.field, config.label, config.pair):
+        label, place = labels.place(row)
         part = split.part(f"{file.name}#{row.number}")
         if part is split.train:
             labels.trained.add(label)
-        part.append(ids)
-        part.append(np.array([tokenizer.vocab_size + place]))
+        texts = {config.field: row.text} | ({} if row.second is None else {config.pair: row.second})
+        for column, text in texts.items():
+            if not text.strip():
+                raise _empty(row.place, column)
+        entry = _Entry(part, tokenizer.vocab_size + 1 + place, _empty(row.place, " or ".join(texts)))
+        yield entry, row.text
+        if row.second is not None:
+            yield entry, np.array([tokenizer.vocab_size])
+            yield entry, row.second
+        yield entry, None
 
 
-def _append_conversations(
-    file: SourceFile, config: DataConfig, tokenizer: Tokenizer, template: ChatTemplate, split: _Split
-) -> None:
-    """Add the conversations of a file."""
+def _conversations(
+    file: SourceFile, config: DataConfig, tokenizer: Tokenizer, split: _Split
+) -> Iterator[tuple[_Entry, Payload]]:
+    """Yield the conversations of a file."""
     _require_rows(file, "messages")
     for place, number, messages in read_conversations(file, config.messages):
-        ids, is_answer = template.encode(messages, place)
-        if ids.max(initial=0) >= tokenizer.vocab_size:
-            raise DataError(
-                f"{place} has the id {ids.max()} under the chat template, and the tokenizer.json of "
-                f"{tokenizer.name!r} has ids from 0 to {tokenizer.vocab_size - 1}",
-                possible="a tokenizer.json with all tokens that tokenizer_config.json adds",
-                change="load the tokenizer with transformers, and save it again",
-            )
-        part = split.part(f"{file.name}#{number}")
-        part.append(ids + tokenizer.vocab_size * is_answer)
-        part.append(np.array([2 * tokenizer.vocab_size]))
+        entry = _Entry(split.part(f"{file.name}#{number}"), 2 * tokenizer.vocab_size)
+        yield entry, Conversation(messages, place)
+        yield entry, None
+
+
+def _empty(place: str, column: str) -> DataError:
+    return DataError(
+        f"{place} has an empty text in {column!r}",
+        possible="a text of at least one token in each row",
+        change="remove the row",
+    )
 
 
 def _require_rows(file: SourceFile, key: str) -> None:
     if not holds_rows(file):
         raise DataError(
             f"{str(file.path)!r} has no columns, and data.{key} names one",
-            possible=", ".join(SUFFIXES) + " files",
+            possible=", ".join(SUFFIXES) + " files, and datasets:PATH",
             change=f"give such files, and leave others out with data.suffixes; or leave out data.{key}",
         )
 
 
-def _append_ids(file: SourceFile, config: DataConfig, tokenizer: Tokenizer, split: _Split) -> None:
-    """Add a memory map; it does not say where documents end, so its tail is for validation."""
+def id_parts(
+    files: Iterable[SourceFile], config: DataConfig, validation_files: Iterable[SourceFile]
+) -> list[NDArray[np.integer]]:
+    """Return the ids of .npy and .bin files, memory-mapped, in the order of the stream.
+
+    Args:
+        files: The files, of which `holds_ids` is true.
+        config: The configuration, which says how to read them.
+        validation_files: Files for validation only, of which `holds_ids` is true too.
+
+    Raises:
+        DataError: A file cannot be read.
+    """
+    trained = [open_ids(file, config.dtype) for file in files]
+    held_out = [open_ids(file, config.dtype) for file in validation_files]
+    if held_out or len(trained) == 1:
+        return [*trained, *held_out]
+    bounds = [_boundary(ids, config.validation_fraction) for ids in trained]
+    cut = list(zip(trained, bounds, strict=True))
+    return [*(ids[:bound] for ids, bound in cut), *(ids[bound:] for ids, bound in cut)]
+
+
+def _boundary(ids: NDArray[np.integer], share: float) -> int:
+    """Return where the tail begins that is for validation: nothing says where documents end."""
+    return len(ids) - round(share * len(ids))
+
+
+def _ids(
+    file: SourceFile, config: DataConfig, tokenizer: Tokenizer, split: _Split
+) -> Iterator[tuple[_Entry, Payload]]:
+    """Yield blocks of a memory map."""
     ids = open_ids(file, config.dtype)
-    boundary = len(ids) - round(split.share * len(ids))
+    boundary = _boundary(ids, split.share)
     for part, first, last in ((split.train, 0, boundary), (split.validation, boundary, len(ids))):
+        entry = _Entry(part, None)
         for start in range(first, last, _BLOCK):
             block = ids[start : min(start + _BLOCK, last)]
             smallest, largest = int(block.min()), int(block.max())
@@ -223,7 +319,7 @@ def _append_ids(file: SourceFile, config: DataConfig, tokenizer: Tokenizer, spli
                     possible="the tokenizer that made these ids, or 'ids:N' for ids below N",
                     change="set data.tokenizer to it, and data.dtype to the type of a .bin file",
                 )
-            part.append(block)
+            yield entry, block
 
 
 def _smallest_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:

@@ -13,6 +13,7 @@ from typing import Any, Protocol, final
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.data.pair import PairForm, find_pair_form
 from shoal.errors import DataError, MissingExtraError, nearest
 
 __all__ = ["ByteTokenizer", "FileTokenizer", "IdTokenizer", "Tokenizer", "open_tokenizer"]
@@ -66,6 +67,11 @@ class Tokenizer(Protocol):
         """The ids that models of single texts expect before a text and after it, such as [CLS] and [SEP]."""
         ...
 
+    @property
+    def pair(self) -> PairForm:
+        """The ids that models of two texts expect around and between them."""
+        ...
+
     def encode(self, text: str | bytes) -> NDArray[np.integer]:
         """Return the ids of `text`, `[length]`; bytes that are not UTF-8 are replaced if necessary."""
         ...
@@ -84,6 +90,7 @@ class ByteTokenizer:
     vocab_size = 256
     end_of_text = padding = 0
     around: tuple[Sequence[int], Sequence[int]] = (), ()
+    pair = PairForm(((), (0,), ()), ((), 0, (0,), 1, ()))
 
     def encode(self, text: str | bytes) -> NDArray[np.uint8]:
         """Return the bytes, `[length]`, UTF-8 or not; lone surrogates in a str become "?"."""
@@ -108,6 +115,7 @@ class IdTokenizer:
 
     end_of_text = padding = None
     around: tuple[Sequence[int], Sequence[int]] = (), ()
+    pair = PairForm(((), (), ()), ((), 0, (), 1, ()))
 
     def __init__(self, vocab_size: int) -> None:
         self.name = self.identity = f"ids:{vocab_size}"
@@ -165,6 +173,7 @@ class FileTokenizer:
         self.end_of_text = _find_end_of_text(vocabulary, file)
         self.padding = _find_padding(content, vocabulary, file)
         self.around = _find_around(self._tokenizer)
+        self.pair = find_pair_form(self._tokenizer)
 
     def encode(self, text: str | bytes) -> NDArray[np.uint32]:
         """Return the ids of `text`, `[length]`, without the tokens that some tokenizers add around it."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
 __all__ = ["Documents", "sees"]
+
+_SHORT = 16  # tokens; shorter documents on average are masked
 
 
 class Documents:
@@ -25,6 +29,25 @@ class Documents:
     def __init__(self, position_ids: Tensor) -> None:
         self.starts = torch.arange(position_ids.shape[1], device=position_ids.device) - position_ids
         self._mask: Tensor | None = None
+        self._lengths: list[int] | None = None
+
+    def lengths(self) -> list[int] | None:
+        """Return the length of each document, sample after sample; None if attention to each costs more.
+
+        Attention to one document after another leaves out all products between documents, and costs a call
+        for each. On one core of a CPU it took 0.05 to 0.5 of the time of the mask for documents of 32 tokens
+        on average, up to 1.2 for 16, and more for shorter ones, in samples of 128 to 2048 tokens. GPUs would
+        wait for the lengths, and a compiled graph cannot depend on them.
+        """
+        starts = self.starts
+        if type(starts) is not Tensor or starts.device.type != "cpu" or torch.compiler.is_compiling():
+            return None
+        if self._lengths is None:
+            begins = torch.ones_like(starts, dtype=torch.bool)
+            begins[:, 1:] = starts[:, 1:] != starts[:, :-1]
+            places = begins.flatten().nonzero().flatten().tolist()
+            self._lengths = [end - begin for begin, end in pairwise([*places, starts.numel()])]
+        return self._lengths if starts.numel() >= _SHORT * len(self._lengths) else None
 
     def mask(self) -> Tensor:
         """Return which positions see which, `[batch, 1, seq, seq]`, bool; made once."""

@@ -148,10 +148,26 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, documents: Docum
     Returns:
         `[batch, heads, seq, head_dim]`.
     """
+    if documents is not None and (lengths := documents.lengths()) is not None:
+        return _one_by_one(query, key, value, lengths)
     if documents is not None:
         mask = documents.mask()
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
     return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+def _one_by_one(query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
+    """Compute causal attention within each document; the samples' documents follow each other."""
+    # One split of all samples: its backward is one concatenation, and that of a slice is a tensor of zeros.
+    queries, keys, values = (
+        each.transpose(0, 1).flatten(1, 2).unsqueeze(0).split(lengths, 2) for each in (query, key, value)
+    )
+    mixed = [
+        F.scaled_dot_product_attention(*each, is_causal=True, enable_gqa=True)
+        for each in zip(queries, keys, values, strict=True)
+    ]
+    output: Tensor = torch.cat(mixed, 2)[0].unflatten(1, (query.shape[0], query.shape[2])).transpose(0, 1)
+    return output
 
 
 def positions_from_zero(seq: int, device: torch.device) -> Tensor:

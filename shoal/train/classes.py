@@ -7,18 +7,19 @@ with new values.
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
 
-from shoal.data import Corpus, MixedCorpus, are_numbers, numbers_of, prepare, require_padding
+from shoal.data import AnyCorpus, Corpus, are_numbers, numbers_of, prepare, require_padding
 from shoal.errors import ConfigError, PlanError
 from shoal.models import classifier_of, is_classifier
 from shoal.plan import Plan
 from shoal.train.config import TrainConfig
 
-__all__ = ["prepared", "require_classes", "require_data_parallel", "with_classes"]
+__all__ = ["for_model", "prepared", "require_classes", "require_data_parallel", "with_classes"]
 
 _HUGGING_FACE = "hf:"
 _NAMES = "id2label"
@@ -56,13 +57,26 @@ def with_classes(config: TrainConfig) -> TrainConfig:
     return config.model_copy(update={"model_options": options})
 
 
-def prepared(config: TrainConfig) -> Corpus | MixedCorpus:
+def prepared(config: TrainConfig) -> AnyCorpus:
     """Return the data of a configuration, with its classes in the order of the model's."""
     corpus = prepare(config.data)
     names = config.model_options.get(_NAMES)
     if not isinstance(corpus, Corpus) or not corpus.labels or not names:
         return corpus
     return replace(corpus, classes=tuple(names[str(number)] for number in range(len(names))))
+
+
+def for_model(corpus: AnyCorpus, model: nn.Module) -> AnyCorpus:
+    """Return the data as a model takes it: pairs with `token_type_ids` if the model tells two texts apart.
+
+    A model does if its forward names `token_type_ids`, and its configuration, if it has one of Hugging Face,
+    has two types or more.
+    """
+    if not isinstance(corpus, Corpus) or "token_type_ids" not in inspect.signature(model.forward).parameters:
+        return corpus
+    config = getattr(model, "config", None)
+    is_own = config is None or not hasattr(config, "model_type")
+    return replace(corpus, has_types=is_own or getattr(config, "type_vocab_size", 0) > 1)
 
 
 def require_classes(config: TrainConfig, model: nn.Module) -> None:

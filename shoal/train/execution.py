@@ -13,7 +13,7 @@ import torch
 from shoal.checkpoint import (
     Coordinator,
 )
-from shoal.data import Corpus, MixedCorpus
+from shoal.data import AnyCorpus
 from shoal.errors import (
     CheckpointError,
     ConfigError,
@@ -31,7 +31,7 @@ from shoal.record import (
     open_recorder,
 )
 from shoal.run import Decision, Run, write_decision
-from shoal.train.classes import prepared
+from shoal.train.classes import for_model, prepared
 from shoal.train.compiling import Compiling
 from shoal.train.config import describe_config
 from shoal.train.describe import describe, new_parameters_text, passed_over_text, since_step
@@ -94,6 +94,7 @@ class Execution:
 
         corpus = self._prepare_data()
         model = first_model(self._config, device)
+        corpus = for_model(corpus, model)
         unit = "text" if corpus.labels else "byte" if corpus.tokenizer.name == "bytes" else "token"
         self._described = describe(job, model, device, f"nats a {unit}")
         if self._is_first and not job.goes_on:
@@ -331,7 +332,7 @@ class Execution:
         """The Plan, with the stages that the model was cut into if all ranks share a process group."""
         return self._trainer.parallel.plan if self._role is None else self._job.plan
 
-    def _prepare_data(self) -> Corpus | MixedCorpus:
+    def _prepare_data(self) -> AnyCorpus:
         """Tokenize once per host: the first rank there does it, the others find it done."""
         if self._world.local_rank == 0:
             prepared(self._config)

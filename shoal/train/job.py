@@ -12,7 +12,7 @@ import torch
 
 from shoal.checkpoint import SingleProcess, Store, checkpoints, newest_verified, step_of
 from shoal.cluster import Cluster
-from shoal.data import Corpus, MixedCorpus
+from shoal.data import AnyCorpus
 from shoal.errors import ConfigError, ModelError, RunError
 from shoal.models import Transformer
 from shoal.parallel import require_documents, require_layout, require_trainable
@@ -272,7 +272,7 @@ def _require_steps_to_make(job: Job) -> None:
         )
 
 
-def check(job: Job) -> Corpus | MixedCorpus:
+def check(job: Job) -> AnyCorpus:
     """Refuse what would fail in the ranks: data, model, or both together; return the prepared data.
 
     Raises:
@@ -308,7 +308,7 @@ def check(job: Job) -> Corpus | MixedCorpus:
 
 
 def _require_fit(
-    config: TrainConfig, corpus: Corpus | MixedCorpus, vocabulary: int, context: int | None, option: str
+    config: TrainConfig, corpus: AnyCorpus, vocabulary: int, context: int | None, option: str
 ) -> None:
     """Refuse tokens and sequences that the model does not take; its `option` sets the context."""
     if corpus.tokenizer.vocab_size > vocabulary:

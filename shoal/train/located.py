@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.data.table import PREFIX, absolute_reference
 from shoal.errors import ModelError
 from shoal.models import add_adapters, build, can_read_in_parts
 from shoal.train.config import TrainConfig
@@ -126,6 +127,8 @@ def _named_functions(config: Mapping[str, Any]) -> set[str]:
 
 def _absolute(text: str) -> str:
     """Return the absolute path of a file or folder that exists; any other text unchanged."""
+    if text.startswith(PREFIX):
+        return absolute_reference(text)
     path = Path(text).expanduser()
     return str(path.absolute()) if text and path.exists() and not _is_word(text) else text
 

@@ -340,7 +340,7 @@ class Trainer:
         state = {
             **(extra or {}),
             "step": self.step_count,
-            "position": self.position,
+            **self._loader.state(self.position),
             "skipped": [self.skips.total, self.skips.in_a_row],
         }
         if self._guide is not None:
@@ -373,6 +373,7 @@ class Trainer:
         self.finish_saving()
         state = self.saved.load(checkpoint)
         self.step_count, self.position = state["step"], state["position"]
+        self._loader.take(state)
         self.skips.total, self.skips.in_a_row = state["skipped"]
         if self._guide is not None:
             self._guide.restart(self.step_count, self.position, state.get("exchange", {}))

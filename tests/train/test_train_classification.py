@@ -125,6 +125,48 @@ def test_names_of_classes_are_matched_with_those_of_the_model(ranks, folder, tmp
     }
 
 
+@pytest.mark.parametrize("kind", ["distilbert", "bert"])
+def test_an_export_of_pairs_has_the_loss_of_the_run_with_types_where_the_model_has_them(
+    ranks, folder, tmp_path, kind
+):
+    model = tmp_path / kind
+    torch.manual_seed(0)
+    transformers.AutoModelForMaskedLM.from_config(shape(kind)).save_pretrained(model)
+    write_tokenizer(model)
+    firsts, seconds = texts(60), texts(60, seed=1)
+    rows = [
+        {"a": one, "b": two, "label": mine} for (one, mine), (two, _) in zip(firsts, seconds, strict=True)
+    ]
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("\n".join(map(json.dumps, rows)))
+    settings = (
+        f"model=hf:{model}",
+        f"data.tokenizer={model / 'tokenizer.json'}",
+        f"data.source={pairs}",
+        f"data.validation={pairs}",
+        "data.field=a",
+        "data.pair=b",
+        "steps=4",
+    )
+    train(ranks, [*words_of(folder, *settings), "--plan", "dp=2", "--run", "run"], tmp_path, on=2)
+    ((code, _, err),) = ranks.run(shoal, 1, ["export", "run", str(tmp_path / "out")], tmp_path)
+    assert code == 0, err
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    inputs = tokenizer(
+        [row["a"] for row in rows],
+        [row["b"] for row in rows],
+        padding="max_length",
+        truncation=True,
+        max_length=12,
+        return_token_type_ids=kind == "bert",
+        return_tensors="pt",
+    )
+    with torch.no_grad():
+        loss = theirs(**inputs, labels=torch.tensor([row["label"] for row in rows])).loss.item()
+    assert loss == pytest.approx(values_of(tmp_path / "run", "validation_loss")[-1], rel=1e-5)
+
+
 FACTORY = """
 from torch import nn
 
