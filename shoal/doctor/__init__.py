@@ -1,4 +1,4 @@
-"""Examines a machine for what slows or stops training on it.
+"""Examines machines: what slows or stops training on them.
 
 Nouns: Machine (what can be read of a machine, alive or recorded), Window (counters at two moments), Finding
 (a verdict about one thing, with evidence and what to do), HostReport (the findings of a host of a run). There
@@ -6,6 +6,7 @@ is one file per family of checks. Nothing here imports torch. `shoal doctor` cal
 calls `examine_quickly` on each host.
 """
 
+from shoal.doctor.ethernet import facts
 from shoal.doctor.examine import examine, examine_quickly
 from shoal.doctor.finding import Finding, Verdict, worst
 from shoal.doctor.machine import LiveMachine, Machine
@@ -26,5 +27,6 @@ __all__ = [
     "count",
     "examine",
     "examine_quickly",
+    "facts",
     "worst",
 ]

@@ -67,6 +67,7 @@ def check_neighbours(machine: Machine, window: Window) -> Iterator[Finding]:
     }
     told = ", ".join(
         f"{owner.partition(' ')[2]} (process {owner.partition(' ')[0]}) {cores:.1f} cores"
+        + _on_core(machine, owner.partition(" ")[0])
         for owner, cores in sorted(others.items(), key=lambda pair: -pair[1])[:4]
     )
     if others:
@@ -85,3 +86,9 @@ def check_governor(machine: Machine, window: Window) -> Iterator[Finding]:
         )
     elif governor:
         yield Finding("core clocks", Verdict.OK, f"the governor is {governor}")
+
+
+def _on_core(machine: Machine, pid: str) -> str:
+    """Return on which core a process last ran, as the end of a sentence."""
+    fields = (machine.read(f"/proc/{pid}/stat") or "").rpartition(")")[2].split()
+    return f", last on core {fields[36]}" if len(fields) > 36 else ""

@@ -1,4 +1,4 @@
-"""Finds out why a collective does not complete: who did not come to it, and what that rank does instead.
+"""Finds the cause of a hang: who did not come to a collective, and what that rank does instead.
 
 Nouns: Ledger (the last calls of a rank, which survive it), RankState (calls, process and place of a rank),
 HangVerdict (the cause, with the ranks). `hold_inquest` examines the ranks of a host and writes their stacks;

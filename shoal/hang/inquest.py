@@ -20,8 +20,8 @@ from typing import final
 
 from shoal.hang.ledger import Pages
 from shoal.hang.process import Process, place_of
-from shoal.hang.stacks import frame_of, native_stacks, read_stacks
-from shoal.hang.state import Cause, Place, RankState
+from shoal.hang.stacks import frame_of, is_in_collective, native_stacks, read_stacks
+from shoal.hang.state import Cause, RankState
 from shoal.hang.verdict import HangVerdict, judge
 
 __all__ = ["STACKS_SIGNAL", "Peer", "hold_inquest", "read_states"]
@@ -121,7 +121,14 @@ def _found(
 ) -> _Found:
     frames = read_stacks(python).get(pages.main_thread, []) if pages is not None else []
     silent = time.monotonic() - pages.pulse if pages is not None else 0.0
-    place: Place = place_of(process, pages is not None and pages.exited, share, silent, frame_of(frames))
+    place = place_of(
+        process,
+        exited=pages is not None and pages.exited,
+        share=share,
+        silent=silent,
+        frame=frame_of(frames),
+        in_collective=is_in_collective(frames),
+    )
     groups = pages.groups if pages is not None else {}
     state = RankState(rank=peer.rank, host=host, pid=peer.pid, place=place, groups=groups)
     return _Found(state, python, process.text() if process is not None else "")

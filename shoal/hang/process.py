@@ -92,7 +92,15 @@ class Process:
         return "\n".join(lines)
 
 
-def place_of(process: Process | None, exited: bool, share: float, silent: float, frame: str) -> Place:
+def place_of(
+    process: Process | None,
+    *,
+    exited: bool = False,
+    share: float = 0.0,
+    silent: float = 0.0,
+    frame: str = "",
+    in_collective: bool = False,
+) -> Place:
     """Return where the main thread of a rank is.
 
     Args:
@@ -101,6 +109,7 @@ def place_of(process: Process | None, exited: bool, share: float, silent: float,
         share: Share of a core that its main thread used a moment ago.
         silent: Seconds since a Python thread of it last ran.
         frame: The Python line that it is in; empty if that is not known.
+        in_collective: Whether its Python stack is within a collective.
     """
     where = f", in {frame}" if frame else ""
     if process is None or process.state in ("Z", "X"):
@@ -111,6 +120,8 @@ def place_of(process: Process | None, exited: bool, share: float, silent: float,
         return Place(cause=Cause.STOPPED, text=f"is stopped (by SIGSTOP, Ctrl-Z or a debugger){where}")
     waits_in = process.threads[0].waits_in if process.threads else ""
     kernel = f" ({waits_in})" if waits_in else ""
+    if in_collective:
+        return Place(cause=Cause.WAITS, text=f"waits in a collective{where}")
     if silent > _SILENT:
         runs = "runs" if share > _BUSY else "waits in"
         return Place(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-__all__ = ["Frame", "frame_of", "native_stacks", "read_stacks"]
+__all__ = ["Frame", "frame_of", "is_in_collective", "native_stacks", "read_stacks"]
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)[^(]*\(most recent call first\):")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -60,6 +60,11 @@ def frame_of(frames: Sequence[Frame]) -> str:
         return ""
     own = next((frame for frame in frames if not frame.is_standard), frames[0])
     return str(own) if own is frames[0] else f"{own}, which called {frames[0]}"
+
+
+def is_in_collective(frames: Sequence[Frame]) -> bool:
+    """Return whether a stack is within a call of the backend "shoal"."""
+    return any("/shoal/collectives/" in frame.file for frame in frames)
 
 
 def native_stacks(pid: int, seconds: float) -> str:

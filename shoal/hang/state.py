@@ -29,6 +29,7 @@ class Cause(StrEnum):
     NATIVE = "native code"
     FILE = "file"
     OUTSIDE = "outside"
+    WAITS = "waits"
     SKIPPED = "skipped"
     ORDER = "order"
     SIZES = "sizes"

@@ -43,6 +43,7 @@ from shoal.train.config import describe_config
 from shoal.train.describe import describe, new_parameters_text, passed_over_text, since_step
 from shoal.train.first_weights import begin_from
 from shoal.train.held_out import HeldOut, accuracy
+from shoal.train.host_watch import look_at_host
 from shoal.train.job import Job, nothing_left_to_do
 from shoal.train.live import LiveLine, summary
 from shoal.train.located import first_model
@@ -153,6 +154,7 @@ class _Execution:
             role.wait_for_run()
         self._meet()
         self._run = Run.open(job.path)
+        look_at_host(self._run, world, 0 if role is None else role.first_rank)
         recorder = self._open_recorder(device)
         self._recorder = recorder
         memory = self._run.memory_file(self._number) if self._config.record.memory else None

@@ -123,11 +123,11 @@ FAULTS: dict[str, tuple[Node, str, str, str]] = {
     "a neighbour": (
         Node(
             files={
-                "proc/99/stat": "99 (ffmpeg) R 1 1 1 0 -1 0 0 0 0 0 100 0 0 0 20 0 1 0 1 1 1",
+                "proc/99/stat": "99 (ffmpeg) R 1 1 1 0 -1 0 0 0 0 0 100 0 0 0 20 0 1 0 1 1 1" + " 0" * 15 + " 7",
                 "after/proc/99/stat": "99 (ffmpeg) R 1 1 1 0 -1 0 0 0 0 0 500 0 0 0 20 0 1 0 1 1 1",
             }
         ),
-        "other processes", "warn", "ffmpeg (process 99) 2.0 cores",
+        "other processes", "warn", "ffmpeg (process 99) 2.0 cores, last on core 7",
     ),
     "throttled cgroup": (
         Node(

@@ -77,6 +77,7 @@ def test_a_hang_is_named_with_its_rank_and_place(
     stacks = {rank: (folder / f"rank-{rank:05d}.txt").read_text() for rank in range(3)}
     assert "hang_ranks.py" in stacks[0]
     assert "in step" in stacks[0]
+    assert "It waits in a collective" in stacks[0]
     if cause in ("loop", "sleep", "lock", "native code", "file"):
         assert act.__name__ in stacks[1]
         assert "Threads in the kernel\nthread " in stacks[1]

@@ -148,15 +148,15 @@ def test_a_torn_or_foreign_ledger_is_none(tmp_path: Path) -> None:
 def test_the_kernel_tells_where_a_process_waits() -> None:
     with subprocess.Popen(["sleep", "60"]) as child:
         until = time.monotonic() + 20
-        while place_of(Process.look(child.pid), False, 0.0, 0.0, "").cause is not Cause.SLEEP:
+        while place_of(Process.look(child.pid)).cause is not Cause.SLEEP:
             assert time.monotonic() < until
         child.send_signal(signal.SIGSTOP)
         while (process := Process.look(child.pid)) is None or process.state != "T":
             pass
-        assert place_of(process, False, 0.0, 0.0, "").cause is Cause.STOPPED
+        assert place_of(process).cause is Cause.STOPPED
         child.kill()
     assert Process.look(child.pid) is None
-    assert place_of(None, False, 0.0, 0.0, "").cause is Cause.DEAD
+    assert place_of(None).cause is Cause.DEAD
 
 
 # --- dumps of torch ---
