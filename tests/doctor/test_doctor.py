@@ -123,7 +123,7 @@ FAULTS: dict[str, tuple[Node, str, str, str]] = {
     "a neighbour": (
         Node(
             files={
-                "proc/99/stat": "99 (ffmpeg) R 1 1 1 0 -1 0 0 0 0 0 100 0 0 0 20 0 1 0 1 1 1" + " 0" * 15 + " 7",
+                "proc/99/stat": "99 (ffmpeg) R 1 1 1 0 -1 0 0 0 0 0 100" + " 0" * 24 + " 7",
                 "after/proc/99/stat": "99 (ffmpeg) R 1 1 1 0 -1 0 0 0 0 0 500 0 0 0 20 0 1 0 1 1 1",
             }
         ),
