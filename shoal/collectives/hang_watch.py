@@ -122,6 +122,7 @@ class HangWatch:
         self._ranks = len(pids)
         self._check, self._told = check, None
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True, chain=False)
+        self._ledger.answer()
         atexit.register(_leave, self._ledger, os.getpid())
         threading.Thread(target=self._watch, args=(self._ledger,), name="shoal hang", daemon=True).start()
 
@@ -144,19 +145,17 @@ class HangWatch:
         if verdict is None:
             return failure
         first, *lines = str(verdict).splitlines()
-        text = "\n".join([f"{first}; {failure}", *lines, f"  stacks of the ranks: {self._reports}"])
+        if self.folder is not None:
+            lines.append(f"  stacks of the ranks: {self.folder}/rank-*.txt")
+        text = "\n".join([f"{first}; {failure}", *lines])
         return CollectiveError(text, rank=failure.rank, fault=failure.fault)
-
-    @property
-    def _reports(self) -> Path:
-        return self.folder if self.folder is not None else self._ledgers / "hang"
 
     def _verdict(self, reason: str) -> HangVerdict | None:
         """Hold the inquest of this host, or wait until another rank has; None if that takes too long."""
         with self._telling:
             if self._told is not None and time.monotonic() - self._told[0] < _SAME:
                 return self._told[1]
-            folder = self._reports
+            folder = self.folder if self.folder is not None else self._ledgers / "hang"
             done = self._ledgers / f"verdict-{self._host}"
             with (self._ledgers / f"inquest-{self._host}").open("w", encoding="utf-8") as lock:
                 if not _take(lock):

@@ -92,9 +92,9 @@ def read_states(folder: Path) -> list[RankState]:
 
 def _examine(peers: Sequence[Peer], ledgers: Path, host: str) -> list[_Found]:
     pages = {peer.pid: Pages.of(peer.pid, ledgers) for peer in peers}
-    before = {peer.pid: Process.look(peer.pid) for peer in peers}
+    before = {peer.pid: _process(peer.pid, pages[peer.pid]) for peer in peers}
     began = time.monotonic()
-    sizes = {pid: _size(found.stacks) for pid, found in pages.items() if found is not None}
+    sizes = {pid: _size(found.stacks) for pid, found in pages.items() if found is not None and found.answers}
     for peer in peers:
         process = before[peer.pid]
         if peer.pid in sizes and process is not None and process.state not in "TtZX":
@@ -102,7 +102,7 @@ def _examine(peers: Sequence[Peer], ledgers: Path, host: str) -> list[_Found]:
                 os.kill(peer.pid, STACKS_SIGNAL)
     time.sleep(_SAMPLE)
     passed = time.monotonic() - began
-    after = {peer.pid: Process.look(peer.pid) for peer in peers}
+    after = {peer.pid: _process(peer.pid, pages[peer.pid]) for peer in peers}
     return [
         _found(
             peer,
@@ -114,6 +114,13 @@ def _examine(peers: Sequence[Peer], ledgers: Path, host: str) -> list[_Found]:
         )
         for peer in peers
     ]
+
+
+def _process(pid: int, pages: Pages | None) -> Process | None:
+    """Return the process of a rank; None if it ended, also if a later process has its id."""
+    process = Process.look(pid)
+    is_later = process is not None and pages is not None and process.started != pages.started
+    return None if is_later else process
 
 
 def _found(

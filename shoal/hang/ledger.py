@@ -5,7 +5,7 @@ kernel keeps what a killed process wrote. The file lies in a folder of the host 
 run, because a write to a file system that hangs would stop the rank.
 
     offset      content
-    0           magic, version, pid, rank, main thread, pulse, flags, number of calls so far
+    0           magic, version, pid, rank, main thread, pulse, flags, start of the process
     256         the groups, one JSON array of global ranks per line
     65536       a ring of `SLOTS` calls
 """
@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, final
 
+from shoal.hang.process import start_of
 from shoal.hang.state import Call, GroupCalls
 
 __all__ = ["DTYPES", "LEDGERS", "NAMES", "SLOTS", "Ledger", "Pages", "ledger_folder"]
@@ -45,11 +46,11 @@ _MAGIC, _VERSION = b"SHOALLDG", 1
 _HEAD = struct.Struct("<8sIIiQdIQ")
 _GROUPS, _RING = 256, 1 << 16
 _ENTRY = struct.Struct("<QHBBiqdd")
-_TIME = struct.Struct("<d")
+_TIME, _WORD = struct.Struct("<d"), struct.Struct("<I")
 _STRIDE, _ENDED = 40, 32
 _PULSE, _FLAGS = 28, 36
 _SIZE = _RING + SLOTS * _STRIDE
-_REGISTERED, _EXITED = 1, 2
+_ANSWERS, _EXITED = 1, 2
 _OLD = 3600.0  # seconds after which the ledger of an ended process is removed
 
 
@@ -95,7 +96,8 @@ class Ledger:
             os.close(descriptor)
         self._count = 0
         self._groups: list[tuple[int, ...]] = []
-        head = (_MAGIC, _VERSION, os.getpid(), rank, main_thread, time.monotonic(), _REGISTERED, 0)
+        started = start_of(os.getpid())
+        head = (_MAGIC, _VERSION, os.getpid(), rank, main_thread, time.monotonic(), 0, started)
         _HEAD.pack_into(self._map, 0, *head)
 
     def add_group(self, ranks: Sequence[int]) -> int:
@@ -133,9 +135,13 @@ class Ledger:
         """Note that a Python thread of this process runs."""
         _TIME.pack_into(self._map, _PULSE, time.monotonic())
 
+    def answer(self) -> None:
+        """Note that this process writes its stacks on the signal, which would end it before."""
+        _WORD.pack_into(self._map, _FLAGS, _ANSWERS)
+
     def exit(self) -> None:
         """Note that this process ends by itself."""
-        struct.pack_into("<I", self._map, _FLAGS, _REGISTERED | _EXITED)
+        _WORD.pack_into(self._map, _FLAGS, _EXITED)
 
 
 @final
@@ -147,7 +153,9 @@ class Pages:
         rank: The global rank.
         main_thread: Identifier of the main thread.
         pulse: Moment, on the monotonic clock of the host, at which a Python thread last ran.
+        answers: Whether the process writes its stacks on the signal.
         exited: Whether the process ended by itself.
+        started: When the process started, as `Process.started`.
         groups: The last calls by the key of the group.
         stacks: The file of its Python stacks.
     """
@@ -155,7 +163,9 @@ class Pages:
     rank: int
     main_thread: int
     pulse: float
+    answers: bool
     exited: bool
+    started: int
     groups: dict[str, GroupCalls]
     stacks: Path
 
@@ -168,7 +178,7 @@ class Pages:
             return None
         if len(data) != _SIZE:
             return None
-        magic, version, written_by, rank, main_thread, pulse, flags, _ = _HEAD.unpack_from(data)
+        magic, version, written_by, rank, main_thread, pulse, flags, started = _HEAD.unpack_from(data)
         if (magic, version, written_by) != (_MAGIC, _VERSION, pid):
             return None
         groups = _groups(data)
@@ -194,7 +204,16 @@ class Pages:
             ordinal = sum(key.startswith(f"{text}/") for key in keyed)
             ordered = [call for _, call in sorted(made, key=lambda pair: pair[0])]
             keyed[f"{text}/{ordinal}"] = GroupCalls(ranks=ranks, calls=ordered)
-        return cls(rank, main_thread, pulse, bool(flags & _EXITED), keyed, folder / f"stacks-{pid}")
+        return cls(
+            rank=rank,
+            main_thread=main_thread,
+            pulse=pulse,
+            answers=bool(flags & _ANSWERS),
+            exited=bool(flags & _EXITED),
+            started=started,
+            groups=keyed,
+            stacks=folder / f"stacks-{pid}",
+        )
 
 
 def _groups(data: bytes) -> list[list[int]]:

@@ -8,7 +8,7 @@ from typing import Self, final
 
 from shoal.hang.state import Cause, Place
 
-__all__ = ["Process", "Thread", "place_of"]
+__all__ = ["Process", "Thread", "place_of", "start_of"]
 
 _PROC = Path("/proc")
 _SLEEPS = ("nanosleep",)
@@ -60,12 +60,14 @@ class Process:
         pid: Its id.
         state: Linux's letter for the state of its main thread.
         ticks: Processor time that its main thread used, in ticks of 10 ms.
+        started: When it started, in ticks since the start of the host: a later process with its id differs.
         threads: Its threads, the main thread first.
     """
 
     pid: int
     state: str
     ticks: int
+    started: int
     threads: tuple[Thread, ...]
 
     @classmethod
@@ -74,13 +76,13 @@ class Process:
         main = _stat(_PROC / str(pid) / "task" / str(pid))
         if main is None:
             return None
-        _, state, ticks = main
+        _, state, ticks, started = main
         try:
             numbers = sorted(int(each.name) for each in (_PROC / str(pid) / "task").iterdir())
         except OSError:
             numbers = []
         threads = [found for number in numbers if (found := _thread(pid, number)) is not None]
-        return cls(pid, state, ticks, tuple(sorted(threads, key=lambda each: each.number != pid)))
+        return cls(pid, state, ticks, started, tuple(sorted(threads, key=lambda each: each.number != pid)))
 
     def text(self) -> str:
         """Return the threads with their stacks in the kernel."""
@@ -141,26 +143,32 @@ def place_of(
     return Place(cause=Cause.OUTSIDE, text=f"is outside of collectives{kernel}{where}")
 
 
+def start_of(pid: int) -> int:
+    """Return when a process started, as `Process.started`; 0 if that is not known."""
+    found = _stat(_PROC / str(pid) / "task" / str(pid))
+    return 0 if found is None else found[3]
+
+
 def _thread(pid: int, number: int) -> Thread | None:
     folder = _PROC / str(pid) / "task" / str(number)
     found = _stat(folder)
     if found is None:
         return None
-    name, state, _ = found
+    name, state, _, _ = found
     stack, waits_in = _read(folder / "stack"), _read(folder / "wchan").strip()
     if waits_in in ("", "0") and state != "R":
         waits_in = stack.partition("+")[0].rpartition(" ")[2]
     return Thread(number, name, state, waits_in, stack)
 
 
-def _stat(folder: Path) -> tuple[str, str, int] | None:
-    """Return the name, the state and the ticks of a thread; None if it does not exist."""
+def _stat(folder: Path) -> tuple[str, str, int, int] | None:
+    """Return the name, the state, the ticks and the start of a thread; None if it does not exist."""
     text = _read(folder / "stat")
     opening, closing = text.find("("), text.rfind(")")
     fields = text[closing + 1 :].split()
-    if opening < 0 or len(fields) < 13:
+    if opening < 0 or len(fields) < 20:
         return None
-    return text[opening + 1 : closing], fields[0], int(fields[11]) + int(fields[12])
+    return text[opening + 1 : closing], fields[0], int(fields[11]) + int(fields[12]), int(fields[19])
 
 
 def _read(path: Path) -> str:

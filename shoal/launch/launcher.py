@@ -98,7 +98,8 @@ def launch(
     if codes and set(codes.values()) <= {0, EXIT_STOPPED}:
         return max(codes.values())
     failed = {rank: code for rank, code in end.exit_codes.items() if code}
-    raise root_cause(outcomes, failed, end.stopped, hangs[0] if hangs else None)
+    # Each of several units counts its ranks from 0.
+    raise root_cause(outcomes, failed, end.stopped, hangs[0] if hangs and not units else None)
 
 
 @dataclass(frozen=True, slots=True)
