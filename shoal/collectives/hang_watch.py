@@ -18,6 +18,7 @@ import os
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, final
@@ -41,7 +42,6 @@ __all__ = ["GroupWatch", "HangWatch", "watch_hangs", "watch_of_process"]
 _PULSE = 0.5  # seconds
 _WAIT = 9.0  # seconds for another rank of this host to hold the inquest
 _SAME = 30.0  # seconds during which failures have the same cause
-_FAULTS = ("timeout", "peer stopped", "peer lost")
 
 _NUMBERS = {name: number for number, name in enumerate(NAMES)}
 _ROOTED = ("broadcast", "reduce", "gather", "scatter", "send", "receive")
@@ -84,11 +84,13 @@ class HangWatch:
     Attributes:
         is_on: Whether groups that are formed are watched.
         folder: Folder for the reports; None: a folder of the host.
+        faults: Faults of failures that are explained.
     """
 
     def __init__(self) -> None:
         self.is_on = False
         self.folder: Path | None = None
+        self.faults: tuple[str, ...] = ("timeout", "peer stopped", "peer lost")
         self._ledger: Ledger | None = None
         self._stacks: IO[str] | None = None
         self._ledgers = Path()
@@ -118,7 +120,9 @@ class HangWatch:
             self._ledger = None  # a host without room for a ledger trains without a watch
             return
         self._peers = [Peer(each, pid) for each, pid in enumerate(pids) if pid is not None]
-        self._host = f"{socket.gethostname()}-{min(each.pid for each in self._peers)}"
+        # Other processes, such as after a rank was replaced, have files of their own.
+        processes = zlib.crc32(repr(sorted(each.pid for each in self._peers)).encode())
+        self._host = f"{socket.gethostname()}-{processes:08x}"
         self._ranks = len(pids)
         self._check, self._told = check, None
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True, chain=False)
@@ -134,7 +138,7 @@ class HangWatch:
 
     def explain(self, failure: CollectiveError) -> CollectiveError:
         """Return a failure with its cause, if it is one that a rank caused."""
-        if failure.fault not in _FAULTS or self._ledger is None:
+        if failure.fault not in self.faults or self._ledger is None:
             return failure
         try:
             verdict = self._verdict(str(failure))
@@ -185,7 +189,7 @@ class HangWatch:
             failure = self._check() if is_checked else None
             if failure is not None:
                 is_checked = False
-                if failure.fault in _FAULTS:
+                if failure.fault in self.faults:
                     with contextlib.suppress(Exception):
                         self._verdict(str(failure))
 

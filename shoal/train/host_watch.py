@@ -15,7 +15,7 @@ from shoal.run import Run
 __all__ = ["look_at_host"]
 
 
-def look_at_host(run: Run, world: World, unit: int) -> None:
+def look_at_host(run: Run, world: World, *, unit: int, replaces_ranks: bool) -> None:
     """Examine this host once, warn of what is bad, and send reports of hangs to the run.
 
     The examination reads some files and takes some milliseconds; `shoal doctor RUN` prints it.
@@ -24,8 +24,12 @@ def look_at_host(run: Run, world: World, unit: int) -> None:
         run: The run.
         world: The ranks.
         unit: First rank of this rank's worker, of several; each has reports of its own.
+        replaces_ranks: Whether the launcher notices ranks that are lost or stopped, and replaces them. Then
+            the others go on at once, and only a timeout is examined.
     """
-    watch_hangs(run.log / (f"hang-{unit}" if unit else "hang"))
+    watch = watch_hangs(run.log / (f"hang-{unit}" if unit else "hang"))
+    if replaces_ranks:
+        watch.faults = ("timeout",)
     if world.local_rank != 0:
         return
     machine, host = LiveMachine(), socket.gethostname()

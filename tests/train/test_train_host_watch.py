@@ -17,12 +17,14 @@ from shoal.train import host_watch
 @pytest.fixture(autouse=True)
 def _watch_restored():
     watch = watch_hangs()
+    faults = watch.faults
     yield
-    watch.is_on, watch.folder = False, None
+    watch.is_on, watch.folder, watch.faults = False, None, faults
 
 
-def look(run: Run, local_rank: int = 0, unit: int = 0) -> None:
-    host_watch.look_at_host(run, World(rank=3, ranks=8, local_rank=local_rank, master=("", 0)), unit)
+def look(run: Run, local_rank: int = 0, unit: int = 0, replaces_ranks: bool = False) -> None:
+    world = World(rank=3, ranks=8, local_rank=local_rank, master=("", 0))
+    host_watch.look_at_host(run, world, unit=unit, replaces_ranks=replaces_ranks)
 
 
 def test_the_first_rank_of_a_host_writes_a_report_and_prints_what_is_bad(
@@ -45,3 +47,8 @@ def test_hangs_are_reported_in_the_run_and_apart_for_each_worker(tmp_path: Path)
     assert watch_hangs().folder == run.log / "hang"
     look(run, unit=4)
     assert watch_hangs().folder == run.log / "hang-4"
+
+
+def test_ranks_that_are_replaced_are_not_examined(tmp_path: Path) -> None:
+    look(Run.create(tmp_path / "run", {}), replaces_ranks=True)
+    assert watch_hangs().faults == ("timeout",)
