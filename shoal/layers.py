@@ -14,7 +14,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cost",),
     ("simulate",),
     ("planner",),
-    ("validate",),
+    ("validate", "doctor", "hang"),
     ("collectives",),
     ("models", "data", "record"),
     ("trace", "bench"),

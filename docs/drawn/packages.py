@@ -13,7 +13,7 @@ from shoal.layers import LAYERS
 __all__ = ["imports", "pictures"]
 
 _PACKAGE = Path(__file__).resolve().parent.parent.parent / "shoal"
-_ROW, _COLUMN, _TOP = 18, 11, 34
+_ROW, _COLUMN, _TOP = 18, 10, 34
 _NUMBERS, _NAMES, _ROLES, _DOTS = 18, 26, 116, 368
 _LONGEST = 43  # characters of a role
 

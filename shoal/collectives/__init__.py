@@ -15,6 +15,7 @@ from shoal.collectives.buffers import empty, trim
 from shoal.collectives.codecs import Codec, codec_of
 from shoal.collectives.core import is_built
 from shoal.collectives.group import ProcessGroup
+from shoal.collectives.hang_watch import HangWatch, watch_hangs
 from shoal.collectives.options import Options
 from shoal.collectives.registration import register
 from shoal.collectives.sharded_buffers import share_buffers
@@ -28,6 +29,7 @@ __all__ = [
     "Aggregator",
     "Codec",
     "Done",
+    "HangWatch",
     "Options",
     "ProcessGroup",
     "StagedWork",
@@ -45,6 +47,7 @@ __all__ = [
     "save_table",
     "share_buffers",
     "trim",
+    "watch_hangs",
 ]
 
 register()

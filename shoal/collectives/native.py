@@ -16,6 +16,7 @@ from shoal.collectives.agreement import describe_call, first_difference, first_u
 from shoal.collectives.background import Background
 from shoal.collectives.codes import ALGORITHM_NUMBERS, COLLECTIVE_NUMBERS, MOVED, Chooser, reduction_numbers
 from shoal.collectives.core import GOING_ON, Call, Core
+from shoal.collectives.hang_watch import HangWatch
 from shoal.collectives.monitored import MonitoredBarrier
 from shoal.collectives.operands import address_of, bytes_of
 from shoal.collectives.operation import Operation
@@ -41,6 +42,8 @@ class NativeGroup:
         timeout: Time limit for the group to form, and for operations that have none of their own.
         options: How the group communicates.
         known: Facts that the ranks know about each other from another group.
+        watch: Notes the calls, and explains failures; None: nobody does.
+        global_ranks: Global ranks of the group; None for the default group.
 
     Raises:
         CollectiveError: The ranks did not all come, or cannot reach each other.
@@ -55,6 +58,8 @@ class NativeGroup:
         timeout: timedelta,
         options: Options,
         known: Formed | None = None,
+        watch: HangWatch | None = None,
+        global_ranks: Sequence[int] | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
@@ -73,6 +78,13 @@ class NativeGroup:
         self._Counts = ctypes.c_uint64 * size
         self._monitored = MonitoredBarrier()
         self._abandoned: list[tuple[int, object]] = []
+        self._watch = None
+        if watch is not None:
+            if global_ranks is None:
+                own = self.formed.members[rank].host
+                here = [each.pid if each.host == own else None for each in self.formed.members]
+                watch.start(rank, here, _checking(self))
+            self._watch = watch.group(range(size) if global_ranks is None else global_ranks)
 
     def __del__(self) -> None:
         # Not at the interpreter's end: a Work may be used after that.
@@ -128,18 +140,27 @@ class NativeGroup:
             call.send_bytes, call.receive_bytes = ctypes.addressof(sent), ctypes.addressof(received)
         if stripes is not None:
             call.stripes, call.stripe_count = stripes.address, stripes.count
+        token = 0
+        if self._watch is not None:
+            moved = output if input_ is None else input_
+            of = None if moved is None else moved.dtype
+            token = self._watch.begin(collective, of, operation.nbytes, operation.root)
         if self._debug:
             self._agree(collective, call, output if input_ is None else input_, splits)
         ticket = self._core.begin(self._handle, call)
         if ticket < 0:
-            self._core.check(ticket, collective)
+            self._check(ticket, collective)
         if ticket and not asynchronous:
             self._complete(ticket, collective, (input_, output))
             ticket = 0
         if ticket == 0:
             if finish is not None:
                 finish()
+            if self._watch is not None:
+                self._watch.end(token)
             return Done(operation.result, algorithm)
+        if self._watch is not None:
+            finish = self._watch.ended_after(token, finish)
         return Work(
             self._core,
             self._handle,
@@ -151,6 +172,7 @@ class NativeGroup:
             algorithm=algorithm,
             finish=finish,
             completer=self._completer,
+            explain=None if self._watch is None else self._watch.explain,
         )
 
     def algorithm(self, collective: str, whole: int, slot: int, *, widening: int = 1) -> str:
@@ -182,7 +204,11 @@ class NativeGroup:
         ticket = begin(self._handle, peer, tag, address_of(tensor), nbytes, self.timeout)
         if ticket == 0:
             return Done([tensor])
-        return self._message(self._core.check(ticket, f"send to rank {peer}"), f"send to rank {peer}", tensor)
+        name = f"send to rank {peer}"
+        if self._watch is None:
+            return self._message(self._core.check(ticket, name), name, tensor)
+        token = self._watch.begin_message("send", tensor.dtype, nbytes, peer)
+        return self._message(self._check(ticket, name), name, tensor, self._watch.ended_after(token, None))
 
     def receive(
         self, tensor: torch.Tensor, peer: int, tag: int, finish: Callable[[], None] | None
@@ -193,11 +219,19 @@ class NativeGroup:
         ticket = self._core.check(
             self._core.receive(self._handle, peer, tag, address_of(tensor), nbytes, self.timeout), name
         )
+        if self._watch is not None:
+            token = self._watch.begin_message("receive", tensor.dtype, nbytes, peer)
+            finish = self._watch.ended_after(token, finish)
         return self._message(ticket, name, tensor, finish)
 
     def abort(self, reason: str) -> None:
         """Free every rank that waits; the group cannot be used any more."""
         self._core.group_abort(self._handle, reason.encode())
+
+    def failure(self) -> CollectiveError | None:
+        """Return why the group has failed; None if it has not."""
+        outcome = self._core.group_check(self._handle)
+        return self._core.failure("the group", -outcome) if outcome < 0 else None
 
     def monitored_barrier(self, seconds: float, wait_all_ranks: bool) -> None:
         """Wait for all ranks; arguments and errors are those of `MonitoredBarrier`."""
@@ -216,6 +250,7 @@ class NativeGroup:
             abandon=self._abandon,
             finish=finish,
             completer=self._completer,
+            explain=None if self._watch is None else self._watch.explain,
         )
 
     def _complete(self, ticket: int, name: str, operands: object) -> None:
@@ -225,7 +260,16 @@ class NativeGroup:
             self._abandon(ticket, operands)
         else:
             self._core.forget(self._handle, ticket)
-        self._core.check(outcome, name)
+        self._check(outcome, name)
+
+    def _check(self, outcome: int, name: str) -> int:
+        """Return an outcome unless it is an error, which is raised with its cause if that can be found."""
+        try:
+            return self._core.check(outcome, name)
+        except CollectiveError as failure:
+            if self._watch is None:
+                raise
+            raise self._watch.explain(failure) from None
 
     def _abandon(self, ticket: int, operands: object) -> None:
         """Keep the operands of an operation whose Work was dropped, until it is complete."""
@@ -283,3 +327,14 @@ class NativeGroup:
         if ticket:
             self._complete(ticket, name, (told, everyone))
         return everyone.tolist()  # type: ignore[no-any-return]
+
+
+def _checking(group: NativeGroup) -> Callable[[], CollectiveError | None]:
+    """Return a function that returns why a group has failed, and that does not keep the group alive."""
+    alive = weakref.ref(group)
+
+    def check() -> CollectiveError | None:
+        found = alive()
+        return None if found is None or not found.close.alive else found.failure()
+
+    return check

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from shoal.collectives.core import load_core
 from shoal.collectives.group import ProcessGroup
+from shoal.collectives.hang_watch import watch_of_process
 from shoal.collectives.native import NativeGroup
 from shoal.collectives.options import Options
 from shoal.collectives.rendezvous import Formed
@@ -36,6 +37,8 @@ def _create(asked: Any, options: Any) -> ProcessGroup:
             possible="shoal.collectives.Options",
             change="give such options, or none",
         )
+    ranks = list(asked.global_ranks_in_group)
+    watch = watch_of_process()
     native = NativeGroup(
         core,
         asked.store,
@@ -44,6 +47,8 @@ def _create(asked: Any, options: Any) -> ProcessGroup:
         asked.timeout,
         options or Options.from_environment(),
         _known(asked),
+        watch if watch.is_on else None,
+        ranks if len(ranks) == asked.group_size and dist.group.WORLD is not None else None,
     )
     return ProcessGroup(native)
 

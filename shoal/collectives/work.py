@@ -82,6 +82,7 @@ class Work(_Base):
         finish: Function to call when the core is done, such as a copy of the result to its place.
         completer: Thread that completes the future while its caller computes; None: the caller's thread
             completes it.
+        explain: Function that returns a failure with its cause; None: it is raised as it is.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Work(_Base):
         algorithm: str = "",
         finish: Callable[[], None] | None = None,
         completer: Background | None = None,
+        explain: Callable[[CollectiveError], CollectiveError] | None = None,
     ) -> None:
         super().__init__()
         self._core = core
@@ -108,6 +110,7 @@ class Work(_Base):
         self._abandon = abandon
         self._finish = finish
         self._completer = completer
+        self._explain = explain
         self.algorithm = algorithm
         self.finished = 0.0
         self._failure: CollectiveError | None = None
@@ -126,6 +129,8 @@ class Work(_Base):
         """
         self._wait(timeout)
         if self._failure is not None:
+            if self._explain is not None:
+                self._failure, self._explain = self._explain(self._failure), None
             raise self._failure
         return True
 

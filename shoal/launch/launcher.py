@@ -23,6 +23,7 @@ from types import FrameType
 from torch._C._distributed_c10d import TCPStore
 
 from shoal.errors import WorkerError
+from shoal.hang import LEDGERS, HangVerdict
 from shoal.launch.local_ranks import LocalRanks
 from shoal.launch.nursery import Nursery
 from shoal.launch.outcome import EXIT_STOPPED, Outcome, root_cause
@@ -101,6 +102,7 @@ def launch(
         with LocalRanks(command, environments, logs, nursery) as processes:
             end = _wait_for_end(processes, signals, folder, units)
         outcomes = Outcome.read_all(Path(folder))
+        hangs = [HangVerdict.read(path) for path in sorted(Path(folder).glob("verdict-*"))]
     present = set(range(ranks)) - end.lost
     if end.signal is not None:
         left = [outcome for outcome in outcomes if outcome.rank in present]
@@ -108,7 +110,9 @@ def launch(
     codes = {rank: code for rank, code in end.exit_codes.items() if rank in present}
     if codes and set(codes.values()) <= {0, EXIT_STOPPED}:
         return max(codes.values())
-    raise root_cause(outcomes, {rank: code for rank, code in end.exit_codes.items() if code}, end.stopped)
+    failed = {rank: code for rank, code in end.exit_codes.items() if code}
+    # Each of several units counts its ranks from 0.
+    raise root_cause(outcomes, failed, end.stopped, hangs[0] if hangs and not units else None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +268,7 @@ def rank_environment(
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # for torch: the store exists, rank 0 does not serve one
         OUTCOMES: folder,
+        LEDGERS: folder,
         **({TERMINAL: "1"} if sys.stderr.isatty() else {}),
         "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS") or str(threads),
         # Ranks on one machine need no name service and no network but loopback.

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import CommunicationError, ShoalError, UserError, WorkerError
+from shoal.hang import HangVerdict
 
 __all__ = ["EXIT_STOPPED", "Outcome", "root_cause"]
 
@@ -66,18 +67,23 @@ class Outcome:
 
 
 def root_cause(
-    outcomes: Sequence[Outcome], exit_codes: Mapping[int, int], stopped: Collection[int] = ()
+    outcomes: Sequence[Outcome],
+    exit_codes: Mapping[int, int],
+    stopped: Collection[int] = (),
+    hang: HangVerdict | None = None,
 ) -> WorkerError:
     """Return the failure that came before the others.
 
     It is the first of these that exists: the earliest error outside of a collective, a rank that a signal
-    killed, a rank that ended without an outcome, a rank that is stopped, the earliest error in a collective.
+    killed, a rank that ended without an outcome, a rank that is stopped, the cause of a hang, the earliest
+    error in a collective.
 
     Args:
         outcomes: The outcomes that ranks wrote.
         exit_codes: Exit codes of the ranks that failed by themselves, without those that were ended because
             of a failure; negative for a signal, as in `subprocess`.
         stopped: Ranks whose processes were stopped, not ended, when the others failed.
+        hang: The verdict of ranks that waited too long; None if none did.
     """
     failures = sorted((outcome for outcome in outcomes if outcome.error), key=lambda outcome: outcome.when)
     for outcome in failures:
@@ -96,6 +102,9 @@ def root_cause(
         return WorkerError(
             min(stopped), f"its process was stopped (by SIGSTOP, Ctrl-Z or a debugger); {lost}", exit_code=1
         )
+    if hang is not None and hang.ranks:
+        met = f"rank {failures[0].rank}: {failures[0].error}\n{failures[0].detail}"
+        return WorkerError(min(hang.ranks), hang.text, detail=met, exit_code=1)
     return _as_error(failures[0])
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from shoal.collectives import is_built
+from shoal.collectives import is_built, watch_hangs
 from shoal.collectives.assembly import Assembly
 from shoal.errors import CommunicationError, ConfigError
 from shoal.launch.devices import backend_for, identity_of, sharing
@@ -94,6 +94,7 @@ def join(
 
     Ranks that share a GPU, which NCCL refuses, communicate through Shoal's backend too, and rank 0 prints a
     notice. If the native core was not built, gloo replaces Shoal's backend between CPUs, also with a notice.
+    Shoal's backend watches for hangs from then on.
 
     Args:
         world: The ranks.
@@ -111,6 +112,7 @@ def join(
     limit = timedelta(seconds=timeout)
     if store is None:
         store = meet(world, timeout=timeout, environment=environment)
+    watch_hangs()
     try:
         backend = _backend(world, device, store, limit)
         dist.init_process_group(

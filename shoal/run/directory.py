@@ -7,8 +7,10 @@ memory/rank-*.json      the memory of each rank in one step
 checkpoints/step-*/     saved states
 servers/server-*.jsonl  what each parameter server applied, with its staleness
 decisions.jsonl         what exchange=auto, or the guard of stale gradients, decided, with reasons
+doctor/HOST.json        what each host looked like when the run started
 members.jsonl           ranks that were lost and came while others trained, with the time and the reason
 log/                    what each rank of a local run printed, and what loggers write
+log/hang/               after a hang: the calls and stacks of each rank, and the verdict
 """
 
 from __future__ import annotations

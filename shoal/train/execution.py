@@ -38,6 +38,7 @@ from shoal.train.describe import describe, new_parameters_text, passed_over_text
 from shoal.train.elastic_saves import FOLDER, MemorySaves
 from shoal.train.first_weights import begin_from
 from shoal.train.held_out import HeldOut, accuracy
+from shoal.train.host_watch import look_at_host
 from shoal.train.job import Job
 from shoal.train.live import LiveLine, summary
 from shoal.train.located import first_model
@@ -103,6 +104,8 @@ class Execution:
             role.wait_for_run()
         self._meet()
         self._run = Run.open(job.path)
+        first = 0 if role is None else role.first_rank
+        look_at_host(self._run, world, unit=first, replaces_ranks=membership is not None)
         recorder = self._open_recorder(device)
         self._recorder = recorder
         memory = self._run.memory_file(self._number) if self._config.record.memory else None

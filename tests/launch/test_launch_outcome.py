@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from shoal.checkpoint import ProcessGroupCoordinator
 from shoal.errors import CommunicationError, PlanError, TrainingError
+from shoal.hang import Cause, HangVerdict
 from shoal.launch import Outcome, root_cause
 
 KILL, TERM, SEGV = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV
@@ -54,6 +55,18 @@ def test_the_cause_is_the_failure_that_no_other_explains(outcomes, codes, rank, 
     assert error.rank == rank
     assert reason in error.reason
     assert str(error).startswith(f"rank {rank} failed: ")
+
+
+def test_the_rank_that_others_waited_for_is_the_cause_unless_a_rank_failed_by_itself():
+    hang = HangVerdict(cause=Cause.SLEEP, ranks=(2,), text="rank 2 did not come to barrier")
+    waited = [collective(0, 1.0), collective(1, 2.0)]
+    error = root_cause(waited, {0: 1, 1: 1}, hang=hang)
+    assert str(error) == "rank 2 failed: rank 2 did not come to barrier"
+    assert "rank 0: CommunicationError: of 0" in error.detail
+    assert root_cause([*waited, own(3, 3.0)], {0: 1, 1: 1, 3: 1}, hang=hang).rank == 3
+    assert root_cause(waited, {0: 1, 1: 1, 3: KILL}, hang=hang).rank == 3
+    nobody = HangVerdict(cause=Cause.TRANSPORT, ranks=(), text="the network")
+    assert root_cause(waited, {0: 1, 1: 1}, hang=nobody).rank == 0
 
 
 RANKS = st.permutations(range(6))

@@ -1,0 +1,32 @@
+"""Examines machines: what slows or stops training on them.
+
+Nouns: Machine (what can be read of a machine, alive or recorded), Window (counters at two moments), Finding
+(a verdict about one thing, with evidence and what to do), HostReport (the findings of a host of a run). There
+is one file per family of checks. Nothing here imports torch. `shoal doctor` calls `examine`; `shoal train`
+calls `examine_quickly` on each host.
+"""
+
+from shoal.doctor.ethernet import facts
+from shoal.doctor.examine import examine, examine_quickly
+from shoal.doctor.finding import Finding, Verdict, worst
+from shoal.doctor.machine import LiveMachine, Machine
+from shoal.doctor.recorded import RecordedMachine, Recorder
+from shoal.doctor.report import HostReport, across_hosts
+from shoal.doctor.window import Window, count
+
+__all__ = [
+    "Finding",
+    "HostReport",
+    "LiveMachine",
+    "Machine",
+    "RecordedMachine",
+    "Recorder",
+    "Verdict",
+    "Window",
+    "across_hosts",
+    "count",
+    "examine",
+    "examine_quickly",
+    "facts",
+    "worst",
+]
