@@ -25,7 +25,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("launch",),
     ("train",),
     ("check",),
-    ("web", "cli"),
+    ("web",),
+    ("cli",),
     ("testing", "__main__"),
 )
 """Top to bottom. `run` is the directory on disk, beside the other nouns that it holds."""

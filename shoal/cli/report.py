@@ -22,13 +22,20 @@ from shoal.cli.breakdown import (
 )
 from shoal.cli.exchanged import exchanged_summary, exchanged_text
 from shoal.cli.files import write_file
-from shoal.cli.prediction import Prediction, compare_text, kinds_compared
+from shoal.cli.prediction import compare_text
 from shoal.cli.table import labelled, table_of
 from shoal.cluster import Cluster
 from shoal.errors import RunError, UserError
 from shoal.plan import Plan
-from shoal.run import Run, json_number, tokens_per_second
-from shoal.simulate import StageTimes, measured_timeline, recorded_cluster, stage_times
+from shoal.run import Run, json_number, speed_of
+from shoal.simulate import (
+    Prediction,
+    StageTimes,
+    kinds_compared,
+    measured_timeline,
+    recorded_cluster,
+    stage_times,
+)
 from shoal.timeline import Breakdown, Timeline, explain, named_collectives, write_chrome_trace
 from shoal.units import format_count
 
@@ -183,19 +190,13 @@ def _first_and_last(metrics: Sequence[Mapping[str, Any]], name: str) -> dict[str
 
 
 def _speed(metrics: Sequence[Mapping[str, Any]], description: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tokens/s of the median step after warm-up, and the share of the device's peak that this is.
-
-    The description has the FLOP of a token, forward and backward, and the peak of one device.
-    """
-    total = tokens_per_second(metrics, description.get("since_step"))
-    world_size = description.get("world_size")
-    flops_per_token = (description.get("model") or {}).get("flops_per_token")
-    peak_flops = (description.get("device") or {}).get("peak_flops")
-    per_device = total / world_size if total is not None and world_size else None
-    mfu = None
-    if per_device is not None and flops_per_token and peak_flops:
-        mfu = per_device * flops_per_token / peak_flops
-    return {"tokens_per_second": total, "tokens_per_second_per_device": per_device, "mfu": mfu}
+    """Return the speed of the median step after warm-up."""
+    speed = speed_of(metrics, description)
+    return {
+        "tokens_per_second": speed.total,
+        "tokens_per_second_per_device": speed.per_device,
+        "mfu": speed.mfu,
+    }
 
 
 def _require_rank(run: Run, breakdown: Breakdown | None, rank: int) -> None:
