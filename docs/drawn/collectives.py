@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from played import PLAYED, Played, in_order_parents
+from shoal.cost.collectives.played import PLAYED, Played, in_order_parents
 
 from drawn.svg import BLUE, GRAY, WIDTH, arrow, box, frame, line, svg, text
 

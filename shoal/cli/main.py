@@ -16,7 +16,7 @@ __all__ = ["main"]
 
 _COMMANDS = (
     *("train", "sample", "report", "check", "schedule", "plan", "scale", "simulate", "checkpoint", "bench"),
-    *("aggregate", "cluster", "probe", "calibrate", "validate", "export", "memory", "completion"),
+    *("aggregate", "cluster", "probe", "calibrate", "validate", "export", "memory", "web", "completion"),
 )
 """Each is also the name of its module."""
 
