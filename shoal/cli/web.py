@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -95,6 +96,8 @@ def run(args: argparse.Namespace) -> int:
             "included, is not encrypted",
             file=sys.stderr,
         )
+    if args.is_program:
+        signal.signal(signal.SIGTERM, _stop)
     serve(
         path,
         host=args.host,
@@ -103,3 +106,7 @@ def run(args: argparse.Namespace) -> int:
         say=lambda address: print(address, flush=True),
     )
     return 0
+
+
+def _stop(number: int, frame: object) -> None:
+    raise SystemExit(0)

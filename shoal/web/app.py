@@ -121,18 +121,19 @@ class _Answers:
             return _json({"error": error.given}, 400)
         if run is None:
             return _json({"error": "there is no run in this folder yet"}, 404)
-        return StreamingResponse(self._stream(request, run), media_type="text/event-stream")
+        query = Query({"measure": request.query_params.get("measure", "")})
+        return StreamingResponse(self._stream(request, run, query), media_type="text/event-stream")
 
-    async def _stream(self, request: Request, run: Watched) -> AsyncIterator[str]:
+    async def _stream(self, request: Request, run: Watched, query: Query) -> AsyncIterator[str]:
         self.streams += 1
         seen: tuple[Any, ...] | None = None
         quiet = 0.0
         try:
             while not await request.is_disconnected():
                 grown = await run_in_threadpool(_sizes, run)
-                if grown != seen:
+                if grown != seen or run.metrics.is_sample:
                     seen, quiet = grown, 0.0
-                    text = await run_in_threadpool(_text_of, PAGES["live"], run, Query())
+                    text = await run_in_threadpool(_text_of, PAGES["live"], run, query)
                     yield f"data: {text}\n\n"
                 elif quiet >= _HEARTBEAT:
                     quiet = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.timeline import Kind, Lane, Purpose, Timeline
-from shoal.timeline.intervals import intersect, length, union
+from shoal.timeline.intervals import intersect, length
 from shoal.timeline.launch import WORK, blocked_in
 from shoal.web.arrivals import Collective, collectives_by_step
 from shoal.web.query import Query
@@ -15,6 +15,7 @@ __all__ = ["ddp"]
 
 _MOST_RANKS = 16
 _MOST_BUCKETS = 100
+_SLACK = 1e-3  # seconds after the end of a collective in which the wait for it ends
 _WORK = (*WORK, Kind.DATA_WAIT)
 
 
@@ -73,6 +74,7 @@ def _rank(timeline: Timeline, rank: int, step: int, zero: float) -> dict[str, An
             for span in spans
             if span.lane == Lane.COMPUTE and span.kind in _WORK
         ],
+        "blocked": length(intersect(blocked_in(spans), [(mark.start, mark.stop)])),
         "waits": [
             [span.name[:80], span.start - zero, span.stop - zero]
             for span in spans
@@ -93,7 +95,13 @@ def _bucket(
     ended[group] = max(stop, ended.get(group, stop))
     some = next(iter(spans.values()))
     blocked = {
-        rank: length(intersect(blocked_in(timeline.of(rank)), union([(span.start, span.stop)])))
+        rank: sum(
+            wait.duration
+            for wait in timeline.of(rank)
+            if wait.kind == Kind.WAIT
+            and wait.name == span.name
+            and span.start <= wait.stop <= span.stop + _SLACK
+        )
         for rank, span in spans.items()
     }
     return {

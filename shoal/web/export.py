@@ -86,6 +86,9 @@ def _answers(page: Page, run: Watched | None) -> dict[str, object]:
     queries = list(page.exported)
     if page.name in ("timeline", "ddp") and run is not None:
         queries += _newest_steps(run)
+    if run is not None:
+        run.refresh()
+        run.refresh()  # the first may have sampled large files
     found: dict[str, object] = {}
     for values in queries:
         try:

@@ -26,7 +26,7 @@ def page_html(page: Page, *, address: Callable[[str], str], scripts: str, extra:
         extra: Elements at the end of the body, such as inlined data.
     """
     links = "\n".join(
-        f'<li><a href="{escape(address(each.name))}"{_current(each, page)}>{escape(each.title)}</a></li>'
+        f'<li><a href="{escape(address(each.name))}"{_current(each, page)}>{escape(each.label)}</a></li>'
         for each in PAGES.values()
     )
     return f"""<!doctype html>
@@ -65,7 +65,8 @@ def message_page(title: str, text: str, *, refresh: str = "") -> str:
     meta = f'<meta http-equiv="refresh" content="0;url={escape(refresh)}">' if refresh else ""
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{meta}'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1"><title>{escape(title)}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="icon" href="data:,">'
+        f"<title>{escape(title)}</title>"
         f"</head><body><main><h1>{escape(title)}</h1><p>{escape(text)}</p></main></body></html>\n"
     )
 

@@ -8,22 +8,29 @@ from typing import Any
 from shoal.errors import ShoalError
 from shoal.run import speed_of
 from shoal.simulate import Prediction, kinds_compared
-from shoal.timeline import Breakdown, Timeline
+from shoal.timeline import Breakdown, RankBreakdown, Timeline
 from shoal.web.arrivals import collectives_by_step, lateness
 from shoal.web.query import Query
 from shoal.web.thin import MOST_POINTS, thinned
 from shoal.web.watched import Watched
 
-__all__ = ["live"]
+__all__ = ["MEASURES", "live"]
 
 _SERIES = ("loss", "validation_loss", "tokens_per_second")
-_MEASURES = ("late", "compute", "data_wait", "straggler_wait", "exposed_communication", "bubble", "other")
+MEASURES = ("late", "compute", "data_wait", "straggler_wait", "exposed_communication", "bubble", "other")
 _RECENT_STEPS = 200  # steps whose median speed is the present one
 _MOST_CELLS = 1920  # of the heat map: 64 ranks and 30 steps
 
 
 def live(run: Watched, query: Query) -> dict[str, Any]:
-    """Return what the page of a run shows."""
+    """Return what the page of a run shows.
+
+    The query has "measure": the seconds that the map of ranks shows.
+
+    Raises:
+        ConfigError: There is no such measure.
+    """
+    measure = query.choice("measure", MEASURES[0], MEASURES)
     notices = []
     try:
         run.refresh()
@@ -42,7 +49,7 @@ def live(run: Watched, query: Query) -> dict[str, Any]:
         "now": _now(run),
         "series": _series(run),
         "parts": None if breakdown is None else _parts(breakdown),
-        "heat": None if breakdown is None else _heat(timeline, breakdown),
+        "heat": None if breakdown is None else _heat(timeline, breakdown, measure),
         "predicted": compared,
     }
 
@@ -109,26 +116,26 @@ def _parts(breakdown: Breakdown) -> dict[str, Any]:
     }
 
 
-def _heat(timeline: Timeline, breakdown: Breakdown) -> dict[str, Any]:
-    """Return, by measure, rank and step, seconds; None where a rank did not finish the step."""
-    late = {step: lateness(each) for step, each in collectives_by_step(timeline).items()}
+def _heat(timeline: Timeline, breakdown: Breakdown, measure: str) -> dict[str, Any]:
+    """Return, by rank and step, seconds; None where a rank did not finish the step."""
     indices = sorted({index for rank in breakdown.ranks for index in rank.steps})
-    ranks = breakdown.ranks
-    shown = indices[-max(1, _MOST_CELLS // len(ranks)) :]
-    measures: dict[str, list[list[float | None]]] = {}
-    for name in _MEASURES:
-        measures[name] = [
-            [
-                None
-                if (parts := rank.steps.get(index)) is None
-                else late.get(index, {}).get(rank.rank, 0.0)
-                if name == "late"
-                else getattr(parts, name)
-                for index in shown
-            ]
-            for rank in ranks
-        ]
-    return {"ranks": [rank.rank for rank in ranks], "steps": shown, "measures": measures}
+    shown = indices[-max(1, _MOST_CELLS // len(breakdown.ranks)) :]
+    late = {}
+    if measure == "late":
+        late = {step: lateness(each) for step, each in collectives_by_step(timeline).items()}
+
+    def value(rank: RankBreakdown, index: int) -> float | None:
+        if (parts := rank.steps.get(index)) is None:
+            return None
+        seconds = late.get(index, {}).get(rank.rank, 0.0) if measure == "late" else getattr(parts, measure)
+        return round(seconds, 9)
+
+    return {
+        "measure": measure,
+        "ranks": [rank.rank for rank in breakdown.ranks],
+        "steps": shown,
+        "values": [[value(rank, index) for index in shown] for rank in breakdown.ranks],
+    }
 
 
 def _predicted(run: Watched, timeline: Timeline) -> dict[str, Any]:

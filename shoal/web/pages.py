@@ -8,7 +8,7 @@ from typing import Any
 
 from shoal.web.collectives import collectives
 from shoal.web.ddp import ddp
-from shoal.web.live import live
+from shoal.web.live import MEASURES, live
 from shoal.web.plans import plans, wall
 from shoal.web.query import Query
 from shoal.web.saves import saves
@@ -27,6 +27,7 @@ class Page:
     Attributes:
         name: Its name in addresses; also that of its script.
         title: Its heading.
+        label: Its name in the navigation.
         lead: One sentence below the heading.
         data: Returns what it shows, from a run (None for a page without one) and a query.
         needs_run: Whether it shows a run.
@@ -35,6 +36,7 @@ class Page:
 
     name: str
     title: str
+    label: str
     lead: str
     data: Callable[[Any, Query], dict[str, Any]]
     needs_run: bool = False
@@ -55,13 +57,16 @@ PAGES: Mapping[str, Page] = {
         Page(
             name="live",
             title="Run",
+            label="Run",
             lead="Loss, speed, and where the time of a step goes, while the run is written.",
             data=live,
             needs_run=True,
+            exported=({}, *_grid(measure=MEASURES)),
         ),
         Page(
             name="timeline",
             title="Timeline",
+            label="Timeline",
             lead="What each rank did in a step, and what was predicted.",
             data=timeline,
             needs_run=True,
@@ -69,6 +74,7 @@ PAGES: Mapping[str, Page] = {
         Page(
             name="ddp",
             title="Life of a step",
+            label="Life of a step",
             lead="A data-parallel step bucket by bucket: ready, complete, summed, hidden or waited for.",
             data=ddp,
             needs_run=True,
@@ -76,6 +82,7 @@ PAGES: Mapping[str, Page] = {
         Page(
             name="saves",
             title="Checkpoints and failures",
+            label="Saves",
             lead="What was saved, what a save cost, when ranks began anew, and what the logs say.",
             data=saves,
             needs_run=True,
@@ -83,6 +90,7 @@ PAGES: Mapping[str, Page] = {
         Page(
             name="schedules",
             title="Schedules",
+            label="Schedules",
             lead="All pipeline schedules side by side, from the tables that the runtime executes.",
             data=schedules,
             exported=({}, *_grid(pp=(2, 4, 8), microbatches=(4, 8, 16))),
@@ -90,6 +98,7 @@ PAGES: Mapping[str, Page] = {
         Page(
             name="collectives",
             title="Collectives",
+            label="Collectives",
             lead="Each algorithm step by step, and what the alpha-beta model says of it.",
             data=collectives,
             exported=(
@@ -108,15 +117,16 @@ PAGES: Mapping[str, Page] = {
         Page(
             name="plans",
             title="Plans",
+            label="Plans",
             lead="The best Plan for each set of degrees, and what each degree buys.",
             data=plans,
         ),
         Page(
             name="wall",
             title="Communication wall",
+            label="Wall",
             lead="The step, and its share of communication, against the number of devices.",
             data=wall,
-            exported=({"devices": "1024"},),
         ),
     )
 }

@@ -31,7 +31,7 @@ def plans(run: object, query: Query) -> dict[str, Any]:
     Raises:
         UserError: No Plan is legal or fits, or a name is not known.
     """
-    asked = _asked(query)
+    asked = _asked(query, devices=64)
     with _one_search:
         return {**_choices(), "asked": asked, **_chosen(**asked)}
 
@@ -45,7 +45,7 @@ def wall(run: object, query: Query) -> dict[str, Any]:
     Raises:
         UserError: No number of devices has a Plan that fits, or a name is not known.
     """
-    asked = _asked(query)
+    asked = _asked(query, devices=1024)
     grows = query.choice("grow", "no", ("no", "yes")) == "yes"
     with _one_search:
         return {**_choices(), "asked": asked, "grow": grows, **_scaled(**asked, grows=grows)}
@@ -55,12 +55,12 @@ def _choices() -> dict[str, Any]:
     return {"models": list(shape_names()), "clusters": list(PRESETS)}
 
 
-def _asked(query: Query) -> dict[str, Any]:
+def _asked(query: Query, devices: int) -> dict[str, Any]:
     model = query.choice("model", "llama3-8b", shape_names())
     return {
         "model": model,
         "cluster": query.choice("cluster", "dgx-h100", PRESETS),
-        "devices": query.integer("devices", 64, 1, _MOST_DEVICES),
+        "devices": query.integer("devices", devices, 1, _MOST_DEVICES),
         "batch": query.integer("batch", 512, 1, _MOST_BATCH),
         "sequence": query.integer("sequence", min(shape(model).seq, 8192), 1, _MOST_SEQUENCE),
     }
