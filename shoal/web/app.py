@@ -131,7 +131,7 @@ class _Answers:
         try:
             while not await request.is_disconnected():
                 grown = await run_in_threadpool(_sizes, run)
-                if grown != seen or run.metrics.is_sample:
+                if grown != seen or run.is_behind:
                     seen, quiet = grown, 0.0
                     text = await run_in_threadpool(_text_of, PAGES["live"], run, query)
                     yield f"data: {text}\n\n"

@@ -88,7 +88,8 @@ def _answers(page: Page, run: Watched | None) -> dict[str, object]:
         queries += _newest_steps(run)
     if run is not None:
         run.refresh()
-        run.refresh()  # the first may have sampled large files
+        if run.metrics.is_sample:
+            run.refresh()
     found: dict[str, object] = {}
     for values in queries:
         try:

@@ -50,6 +50,7 @@ def live(run: Watched, query: Query) -> dict[str, Any]:
         "series": _series(run),
         "parts": None if breakdown is None else _parts(breakdown),
         "heat": None if breakdown is None else _heat(timeline, breakdown, measure),
+        "verdict": _verdict(run),
         "predicted": compared,
     }
 
@@ -135,6 +136,19 @@ def _heat(timeline: Timeline, breakdown: Breakdown, measure: str) -> dict[str, A
         "ranks": [rank.rank for rank in breakdown.ranks],
         "steps": shown,
         "values": [[value(rank, index) for index in shown] for rank in breakdown.ranks],
+    }
+
+
+def _verdict(run: Watched) -> dict[str, Any] | None:
+    found = run.verdict
+    if found is None:
+        return None
+    return {
+        "bottleneck": found.bottleneck,
+        "share": found.share,
+        "steps": [found.steps[0], found.steps[-1]] if found.steps else None,
+        "sentences": list(found.sentences()),
+        "stragglers": [list(each.ranks) for each in found.stragglers],
     }
 
 

@@ -106,8 +106,8 @@ class TimelineFiles:
         marks = [
             mark
             for rank in timeline.ranks
-            for index in (first, last)
-            if (mark := timeline.step(rank, index)) is not None
+            for index in timeline.steps()
+            if first <= index <= last and (mark := timeline.step(rank, index)) is not None
         ]
         if not marks:
             return Timeline([])

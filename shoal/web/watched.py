@@ -7,6 +7,7 @@ import time
 from functools import cached_property
 from pathlib import Path
 
+from shoal.diagnosis import POLICY, Verdict, verdict
 from shoal.errors import UserError
 from shoal.run import Run
 from shoal.simulate import Prediction, mark_bubbles, recorded_cluster
@@ -16,9 +17,10 @@ from shoal.web.timeline_files import TimelineFiles
 
 __all__ = ["Watched"]
 
-_SPANS = 20_000
-"""Spans that one explanation takes: with 64 ranks of 60 spans a step, the newest five steps."""
+_SPANS = 40_000
+"""Spans that one explanation takes: with 64 ranks of 20 spans a step, the newest 30 steps."""
 _STEPS = 30
+_SHARE = 0.25  # of the time that explanations may take, so that a core is left to the training
 
 
 class Watched:
@@ -40,6 +42,9 @@ class Watched:
         self.files = TimelineFiles(run.timeline)
         self.lock = threading.RLock()
         self._recent: tuple[Timeline, Breakdown | None] = (Timeline([]), None)
+        self._verdict: Verdict | None = None
+        self._explain_at = 0.0
+        self._is_behind = False
         self._described: int = 0
 
     @property
@@ -59,15 +64,36 @@ class Watched:
             self.run.__dict__.pop("description", None)
             self.__dict__.pop("prediction", None)
         has_metrics = self.metrics.refresh()
-        if has_spans := self.files.refresh():
-            timeline = mark_bubbles(self.files.newest(_STEPS, _SPANS))
-            self._recent = timeline, explain(timeline) if timeline.steps() else None
+        has_spans = self.files.refresh()
+        self._is_behind |= has_spans
+        if self._is_behind and time.monotonic() >= self._explain_at:
+            self._explain()
         return has_metrics or has_spans
+
+    def _explain(self) -> None:
+        begun = time.monotonic()
+        timeline = mark_bubbles(self.files.newest(_STEPS, _SPANS))
+        steps = timeline.steps()
+        self._recent = timeline, explain(timeline) if steps else None
+        self._verdict = verdict(timeline, first=max(steps[0], POLICY.warm_up)) if steps else None
+        self._is_behind = False
+        ended = time.monotonic()
+        self._explain_at = ended + (ended - begun) * (1 / _SHARE - 1)
 
     @property
     def recent(self) -> tuple[Timeline, Breakdown | None]:
         """The newest steps that all ranks finished, and where their time went; None without steps."""
         return self._recent
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The verdict on the newest steps; None without steps."""
+        return self._verdict
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there is more to read or to explain than the last refresh did."""
+        return self._is_behind or self.metrics.is_sample
 
     @cached_property
     def prediction(self) -> Prediction | str:

@@ -1,7 +1,7 @@
 // The page of collectives.
 
 import { h, replace, s } from "./dom.js";
-import { bytes, digits, rate, seconds, words } from "./format.js";
+import { bytes, digits, rate, seconds } from "./format.js";
 import { all, get, put } from "./state.js";
 import { load } from "./source.js";
 import { begin, fail, page, say, settled } from "./frame.js";
@@ -12,6 +12,7 @@ import { chart } from "./chart.js";
 const COLORS = ["forward", "collective", "backward", "optimizer", "straggler_wait", "wait", "launch"];
 const MICRO = 1e-6;
 const GIGA = 1e9;
+const BELOW = 40;
 
 let data = null;
 let inputs = {};
@@ -30,7 +31,7 @@ begin(async () => {
   };
   const recount = () => drawCosts();
   inputs = {
-    collective: choice({ name: "collective", label: "Collective", values: data.collectives, value: "all_reduce", format: words, change: fresh }),
+    collective: choice({ name: "collective", label: "Collective", values: data.collectives, value: "all_reduce", format: dashed, change: fresh }),
     hosts: slider({ name: "hosts", label: "Hosts", values: [2, 3, 4, 5, 6, 7, 8], value: 4, change: again }),
     per_host: slider({ name: "per_host", label: "Ranks of a host", values: [1, 2, 3, 4], value: 1, change: again }),
     bytes: slider({ name: "bytes", label: "Bytes of the buffer", least: 6, most: 32, log: 2, value: 2 ** 24, format: bytes, change: recount }),
@@ -43,6 +44,10 @@ begin(async () => {
   drawAll();
   say("");
 });
+
+function dashed(name) {
+  return name.replaceAll("_", "-");
+}
 
 function asked() {
   return all("collective", "algorithm", "hosts", "per_host");
@@ -112,7 +117,7 @@ function drawAnimation() {
   const last = motion.steps.length;
   const label = h("output", { role: "status" });
   const made = figure({
-    title: `${words(data.collective)}, ${data.algorithm}: step by step`,
+    title: `${dashed(data.collective)}, ${data.algorithm}: step by step`,
     draw: (width) => moment(width, motion, states, step),
     describe: () => sentence(motion, step),
   });
@@ -165,22 +170,26 @@ function played(motion) {
 }
 
 function nameOf(motion, rank) {
-  return motion.aggregator && rank === motion.ranks - 1 ? "switch" : `rank ${rank}`;
+  if (!motion.aggregator) return `rank ${rank}`;
+  return rank === motion.ranks - 1 ? "switch" : `host ${rank}`;
 }
 
 /** Return the drawing: ranks on a ring, each with its slices; arrows are the messages of the next step. */
 function moment(width, motion, states, at) {
-  const height = Math.min(520, Math.max(300, width * 0.62));
+  const height = Math.min(520, Math.max(300, width * 0.62)) + (motion.per_host ? 60 : 0);
   const svg = canvas(width, height);
   const state = states[at];
   const cell = Math.max(3.5, Math.min(13, 150 / motion.slices));
   const boxWidth = Math.max(44, cell * motion.slices);
   const [radiusX, radiusY] = [(width - boxWidth) / 2 - 12, height / 2 - 42];
   const count = motion.aggregator ? motion.ranks - 1 : motion.ranks;
+  const perHost = motion.per_host || 1;
   const places = state.map((_, rank) => {
     if (motion.aggregator && rank === motion.ranks - 1) return [width / 2, height / 2];
-    const angle = (rank / count) * 2 * Math.PI - Math.PI / 2;
-    return [width / 2 + radiusX * Math.cos(angle), height / 2 + radiusY * Math.sin(angle)];
+    // Hosts stand on a ring; the ranks of a host stand one below another.
+    const angle = (Math.floor(rank / perHost) / Math.ceil(count / perHost)) * 2 * Math.PI - Math.PI / 2;
+    const below = ((rank % perHost) - (perHost - 1) / 2) * BELOW;
+    return [width / 2 + radiusX * Math.cos(angle), height / 2 + (radiusY - ((perHost - 1) / 2) * BELOW) * Math.sin(angle) + below];
   });
   if (motion.per_host) {
     for (let first = 0; first < count; first += motion.per_host) {

@@ -63,8 +63,8 @@ function life() {
     title: `Step ${whole(data.step)}, ${seconds(stop())}: ${data.buckets.length} of ${data.all_buckets} exchanges`,
     note: "Above, what each rank computes and where a bucket blocks it. Below, the life of each bucket: grey from the "
       + "moment it is ready on the first rank, red while it is on its way.",
-    draw: (width) => h("div", { class: "wide" }, tracks({
-      width: Math.max(width, 520), from: 0, to: stop(), format: seconds, rows: [...rankRows(), ...bucketRows()],
+    draw: (width) => h("div", {}, tracks({
+      width, from: 0, to: stop(), format: seconds, rows: [...rankRows(), ...bucketRows()],
       marks: [{ at: moment, text: "" }],
     }), legend(KINDS)),
     describe: () => told(),

@@ -2,7 +2,7 @@
 
 import { h, replace } from "./dom.js";
 import { get, put } from "./state.js";
-import { isExport, runs } from "./source.js";
+import { isExport, runs, wasNearest } from "./source.js";
 
 const status = document.getElementById("status");
 
@@ -10,7 +10,8 @@ const status = document.getElementById("status");
 export const page = document.getElementById("page");
 
 /** Say something about the state of the page; an empty text takes the line away. */
-export function say(text, kind = "") {
+export function say(given, kind = "") {
+  const text = given === "" && wasNearest() ? "These files hold answers to some questions only: the nearest is shown." : given;
   status.textContent = text;
   status.className = kind;
   status.hidden = text === "";
@@ -78,6 +79,7 @@ function theme() {
 }
 
 async function chooseRun() {
+  document.querySelector("nav a[aria-current]")?.scrollIntoView({ inline: "center", block: "nearest" });
   const run = get("run");
   for (const link of document.querySelectorAll("nav a")) {
     if (run && !isExport) link.search = new URLSearchParams({ run }).toString();

@@ -3,6 +3,13 @@
 const inlined = document.getElementById("inlined");
 const answers = inlined ? JSON.parse(inlined.textContent) : null;
 
+let isNearest = false;
+
+/** Return whether an export had no answer to what was asked last, but to something near. */
+export function wasNearest() {
+  return isNearest;
+}
+
 /** Whether this page is a file of an export. */
 export const isExport = answers !== null;
 
@@ -69,14 +76,18 @@ async function fetched(page, values, path = `/data/${page}`) {
 /** Return the answer to the exported query that is nearest to what is asked. */
 function exported(values) {
   const asked = Object.entries(values).filter(([name]) => name !== "run");
+  const usual = answers[""] ?? {};
   let best = null;
   for (const [key, answer] of Object.entries(answers)) {
     const held = Object.fromEntries(new URLSearchParams(key));
     let distance = 0;
     for (const [name, value] of asked) distance += apart(held[name], String(value));
-    distance += 0.001 * Object.keys(held).length;
+    for (const name of Object.keys(held)) {
+      if (!(name in values)) distance += apart(held[name], String(usual[name])) + 0.001;
+    }
     if (best === null || distance < best.distance) best = { distance, answer };
   }
+  isNearest = best !== null && best.distance >= 0.1;
   return best ? best.answer : { error: "this export is empty" };
 }
 

@@ -15,6 +15,7 @@ const KINDS = [
   ["checkpoint", "checkpoint"], ["other", "other"],
 ];
 const KNOWN = new Set(KINDS.map((each) => each[0]));
+const NAMED = new Set(["forward", "backward", "optimizer"]);
 const [COMPUTE, COMMUNICATION, COPY, HOST] = [0, 1, 2, 3];
 
 let data = null;
@@ -160,7 +161,7 @@ function box(rank, lane, kind, name, start, duration, size, algorithm) {
   const color = KNOWN.has(kind) ? kind : lane === COMMUNICATION ? "collective" : "other";
   const more = [size ? bytes(size) : "", algorithm].filter(Boolean).join(", ");
   return {
-    lane, start, stop: start + duration, color, text: lane === COMPUTE && kind !== "wait" ? name || kind : "",
+    lane, start, stop: start + duration, color, text: NAMED.has(kind) ? name || kind : "",
     isInner: kind === "wait",
     title: `rank ${rank}: ${words(kind)} ${name}, ${seconds(duration)} from ${seconds(start)}${more ? `, ${more}` : ""}`,
   };
