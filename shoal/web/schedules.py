@@ -14,8 +14,6 @@ _MOST_RANKS = 16
 _MOST_MICROBATCHES = 64
 _MOST_ACTIONS = 2000
 """Most actions of one schedule."""
-_MOST_SEARCHED = 256
-"""Most actions of a schedule that is looked for while a reader waits."""
 
 
 def schedules(run: object, query: Query) -> dict[str, Any]:
@@ -47,7 +45,7 @@ def schedules(run: object, query: Query) -> dict[str, Any]:
 def _played(name: str, ranks: int, microbatches: int, times: dict[str, float]) -> Played:
     virtual = kind_of(name).usual_virtual
     actions = 3 * ranks * virtual * microbatches
-    if actions > (_MOST_SEARCHED if name == FOUND else _MOST_ACTIONS):
+    if actions > _MOST_ACTIONS:
         raise PlanError(
             f"{name} would have up to {actions} actions, more than this page draws",
             possible="fewer ranks or micro-batches",
