@@ -36,6 +36,7 @@ _SCRIPTS = """<link rel="icon" href="/static/fish.svg" type="image/svg+xml">
 _POLL = 0.25  # seconds between looks at the files of a run
 _HEARTBEAT = 10.0  # seconds after which a stream says that it is there
 _MOST_STREAMS = 64
+_LONGEST_ERROR = 500
 
 
 def make_app(folder: Folder, token: str, hosts: frozenset[str], cookie: str = "shoal") -> Guard:
@@ -102,14 +103,12 @@ class _Answers:
     def _answered(self, page: Page, values: dict[str, str]) -> Response:
         try:
             run = self.folder.open(values.pop("run", "")) if page.needs_run else None
-            if page.needs_run and run is None:
-                return _json({"error": "there is no run in this folder yet"}, 404)
-            return Response(_text_of(page, run, Query(values)), media_type="application/json")
         except UserError as error:
-            told = {"error": error.given, "possible": error.possible, "change": error.change}
-            return _json(told, 400)
-        except ShoalError as error:
-            return _json({"error": str(error)}, 422)
+            return _json(_refused(error), 400)
+        if page.needs_run and run is None:
+            return _json({"error": "there is no run in this folder yet"}, 404)
+        status, text = _answer(page, run, Query(values))
+        return Response(text, status_code=status, media_type="application/json")
 
     async def events(self, request: Request) -> Response:
         """Return a stream with the data of the page `live`, each time that the run has grown."""
@@ -118,7 +117,7 @@ class _Answers:
         try:
             run = await run_in_threadpool(self.folder.open, request.query_params.get("run", ""))
         except UserError as error:
-            return _json({"error": error.given}, 400)
+            return _json(_refused(error), 400)
         if run is None:
             return _json({"error": "there is no run in this folder yet"}, 404)
         query = Query({"measure": request.query_params.get("measure", "")})
@@ -133,7 +132,7 @@ class _Answers:
                 grown = await run_in_threadpool(_sizes, run)
                 if grown != seen or run.is_behind:
                     seen, quiet = grown, 0.0
-                    text = await run_in_threadpool(_text_of, PAGES["live"], run, query)
+                    _, text = await run_in_threadpool(_answer, PAGES["live"], run, query)
                     yield f"data: {text}\n\n"
                 elif quiet >= _HEARTBEAT:
                     quiet = 0.0
@@ -144,12 +143,25 @@ class _Answers:
             self.streams -= 1
 
 
-def _text_of(page: Page, run: Watched | None, query: Query) -> str:
-    """Return the data of a page as JSON; one reader of a run at a time."""
-    if run is None:
-        return encode(page.data(None, query))
-    with run.lock:
-        return encode(page.data(run, query))
+def _answer(page: Page, run: Watched | None, query: Query) -> tuple[int, str]:
+    """Return the status and the data of a page as JSON, or its error; one reader of a run at a time."""
+    try:
+        if run is None:
+            return 200, encode(page.data(None, query))
+        with run.lock:
+            return 200, encode(page.data(run, query))
+    except UserError as error:
+        return 400, encode(_refused(error))
+    except ShoalError as error:
+        return 422, encode({"error": str(error)})
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        # The files of a run may hold anything, and a page must not end with what one of them holds.
+        told = f"the files of the run hold what this page cannot show: {type(error).__name__}: {error}"
+        return 422, encode({"error": told[:_LONGEST_ERROR]})
+
+
+def _refused(error: UserError) -> dict[str, Any]:
+    return {"error": error.given, "possible": error.possible, "change": error.change}
 
 
 def _sizes(run: Watched) -> tuple[Any, ...]:

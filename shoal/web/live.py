@@ -7,7 +7,7 @@ from typing import Any
 
 from shoal.errors import ShoalError
 from shoal.run import speed_of
-from shoal.simulate import Prediction, kinds_compared
+from shoal.simulate import Prediction
 from shoal.timeline import Breakdown, RankBreakdown, Timeline
 from shoal.web.arrivals import collectives_by_step, lateness
 from shoal.web.query import Query
@@ -40,7 +40,7 @@ def live(run: Watched, query: Query) -> dict[str, Any]:
     if run.metrics.unreadable:
         notices.append(f"{run.metrics.unreadable} lines of metrics.jsonl cannot be read and are left out.")
     try:
-        compared = _predicted(run, timeline)
+        compared = _predicted(run)
     except ShoalError as error:
         compared = {"missing": f"Not predicted: {error}"}
     return {
@@ -152,16 +152,17 @@ def _verdict(run: Watched) -> dict[str, Any] | None:
     }
 
 
-def _predicted(run: Watched, timeline: Timeline) -> dict[str, Any]:
+def _predicted(run: Watched) -> dict[str, Any]:
     prediction = run.prediction
     if not isinstance(prediction, Prediction):
         return {"missing": prediction}
-    if not timeline.steps():
+    kinds = run.compared
+    if kinds is None:
         return {"missing": "No step is finished yet that the prediction could be compared with."}
     return {
         "cluster": prediction.cluster.name,
         "seconds": prediction.simulation.seconds,
-        "kinds": kinds_compared(prediction.seconds_by_kind(), timeline),
+        "kinds": kinds,
     }
 
 

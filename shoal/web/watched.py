@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from shoal.diagnosis import POLICY, Verdict, verdict
 from shoal.errors import UserError
 from shoal.run import Run
-from shoal.simulate import Prediction, mark_bubbles, recorded_cluster
+from shoal.simulate import Prediction, kinds_compared, mark_bubbles, recorded_cluster
 from shoal.timeline import Breakdown, Timeline, explain
 from shoal.web.metrics_tail import MetricsTail
 from shoal.web.timeline_files import TimelineFiles
@@ -43,6 +45,7 @@ class Watched:
         self.lock = threading.RLock()
         self._recent: tuple[Timeline, Breakdown | None] = (Timeline([]), None)
         self._verdict: Verdict | None = None
+        self._compared: list[dict[str, Any]] | None = None
         self._explain_at = 0.0
         self._is_behind = False
         self._described: int = 0
@@ -63,6 +66,7 @@ class Watched:
             self._described = described
             self.run.__dict__.pop("description", None)
             self.__dict__.pop("prediction", None)
+            self.__dict__.pop("_predicted", None)
         has_metrics = self.metrics.refresh()
         has_spans = self.files.refresh()
         self._is_behind |= has_spans
@@ -76,6 +80,7 @@ class Watched:
         steps = timeline.steps()
         self._recent = timeline, explain(timeline) if steps else None
         self._verdict = verdict(timeline, first=max(steps[0], POLICY.warm_up)) if steps else None
+        self._compared = None
         self._is_behind = False
         ended = time.monotonic()
         self._explain_at = ended + (ended - begun) * (1 / _SHARE - 1)
@@ -89,6 +94,19 @@ class Watched:
     def verdict(self) -> Verdict | None:
         """The verdict on the newest steps; None without steps."""
         return self._verdict
+
+    @property
+    def compared(self) -> list[dict[str, Any]] | None:
+        """Predicted and measured seconds of the newest steps, by kind of span; None without steps."""
+        timeline, _ = self._recent
+        if self._compared is None and timeline.steps():
+            self._compared = kinds_compared(self._predicted, timeline)
+        return self._compared
+
+    @cached_property
+    def _predicted(self) -> Mapping[str, float]:
+        assert isinstance(self.prediction, Prediction)
+        return self.prediction.seconds_by_kind()
 
     @property
     def is_behind(self) -> bool:

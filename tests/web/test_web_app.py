@@ -146,3 +146,21 @@ def test_a_listener_that_others_reach_is_told(run, capsys, monkeypatch):
     monkeypatch.setattr("shoal.web.serve", lambda *given, **named: None)
     assert main(["web", str(run.path), "--host", "0.0.0.0"]) == 0
     assert "can be reached from other machines" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        {"world_size": "two", "config": [], "model": {"flops_per_token": "x"}, "device": {"peak_flops": {}}},
+        {"plan": 7, "model": 1, "config": {"checkpoint": 1}, "cluster": {"x": 1}, "since_step": "x"},
+        {"cluster": {}, "config": {"model": 1, "batch": "x"}, "plan": "dp=2", "world_size": 0},
+    ],
+)
+def test_a_description_that_holds_anything_ends_no_page(run, description):
+    run.describe(description)
+    client = client_of(run.path)
+    for page in PAGES.values():
+        if page.needs_run:
+            answer = client.get(f"/data/{page.name}")
+            assert answer.status_code in (200, 422), (page.name, answer.text)
+            assert answer.status_code == 200 or answer.json()["error"]

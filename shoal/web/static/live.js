@@ -46,6 +46,7 @@ function watch() {
 }
 
 function take(found) {
+  if (found.error) return fail(found.error);
   data = found;
   document.documentElement.dataset.step = data.now.step ?? "";
   say("");
