@@ -26,7 +26,7 @@ begin(async () => {
   data = await load("collectives", asked());
   const again = settled(() => fetchAnew().catch(fail));
   const fresh = () => {
-    put({ algorithm: null });
+    put({ algorithm: null, at: null });
     again();
   };
   const recount = () => drawCosts();
@@ -106,7 +106,7 @@ function drawCosts() {
 }
 
 function pick(name) {
-  put({ algorithm: name });
+  put({ algorithm: name, at: null });
   fetchAnew().catch(fail);
 }
 
@@ -125,6 +125,7 @@ function drawAnimation() {
     step = Math.max(0, Math.min(last, wanted));
     position.value = step;
     position.setAttribute("aria-valuetext", `after ${step} of ${last} steps`);
+    put({ at: step });
     label.textContent = `${step} of ${last} steps done`;
     made.update();
   };
@@ -179,7 +180,7 @@ function moment(width, motion, states, at) {
   const height = Math.min(520, Math.max(300, width * 0.62)) + (motion.per_host ? 60 : 0);
   const svg = canvas(width, height);
   const state = states[at];
-  const cell = Math.max(3.5, Math.min(13, 150 / motion.slices));
+  const cell = Math.max(3.5, Math.min(22, 150 / motion.slices));
   const boxWidth = Math.max(44, cell * motion.slices);
   const [radiusX, radiusY] = [(width - boxWidth) / 2 - 12, height / 2 - 42];
   const count = motion.aggregator ? motion.ranks - 1 : motion.ranks;
@@ -210,7 +211,7 @@ function moment(width, motion, states, at) {
       const share = held.size / motion.whole;
       svg.append(
         s("rect", { x: left + index * cell, y: y - 7, width: cell, height: 15, class: "cell c-surface" }),
-        s("rect", { x: left + index * cell, y: y - 7, width: cell, height: 15, class: "moving c-forward", "fill-opacity": share === 1 ? 1 : 0.55 * share },
+        s("rect", { x: left + index * cell, y: y - 7, width: cell, height: 15, class: "moving c-forward", "fill-opacity": share === 1 ? 1 : share && 0.18 + 0.5 * share },
           s("title", {}, `${nameOf(motion, rank)}, slice ${index}: data of ${held.size} of ${motion.whole} ranks`)),
       );
     });
