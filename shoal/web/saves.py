@@ -26,6 +26,7 @@ _STATES = {None: "complete", ".tmp": "being written, or left by a process that d
 _MOST_SAVES = 500
 _MOST_LINES = 60
 _LOG_TAIL = 128 << 10
+_LONGEST_LINE = 500
 _HOUR = 3600.0
 
 
@@ -43,6 +44,7 @@ def saves(run: Watched, query: Query) -> dict[str, Any]:
         "pauses": pauses,
         "interval": _interval(run, [each["seconds"] for each in pauses]),
         "restarts": _restarts(run),
+        "members": _members(run.run.members_file),
         "decisions": [
             {"step": each.step, "exchange": each.exchange, "reason": each.reason}
             for each in run.run.decisions()[-_MOST_LINES:]
@@ -137,20 +139,37 @@ def _restarts(run: Watched) -> list[dict[str, Any]]:
     ]
 
 
+def _members(path: Path) -> list[dict[str, Any]]:
+    """Return which ranks were lost and came while others trained, the newest last."""
+    found = []
+    for line in _tail(path).splitlines():
+        try:
+            told = json.loads(line)
+            entry = {"unix": float(told["time"]), "event": str(told["event"])[:40]}
+            ranks = {name: [int(rank) for rank in told[name]] for name in ("members", "present")}
+            found.append({**entry, **ranks, "reason": str(told.get("reason", ""))[:_LONGEST_LINE]})
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):  # torn, or not of ours
+            continue
+    return found[-_MOST_SAVES:]
+
+
+def _tail(path: Path) -> str:
+    """Return the end of a text file; empty if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _LOG_TAIL))
+            return file.read(_LOG_TAIL).decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
 def _trouble(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield lines of the ranks' logs that tell of trouble, from the end of each file."""
     left = _MOST_LINES
     for path in sorted(folder.glob("rank-*.log")) if folder.is_dir() else []:
-        try:
-            with path.open("rb") as file:
-                size = path.stat().st_size
-                file.seek(max(0, size - _LOG_TAIL))
-                text = file.read(_LOG_TAIL).decode("utf-8", errors="replace")
-        except OSError:
-            continue
-        for line in text.splitlines():
+        for line in _tail(path).splitlines():
             if _TROUBLE.search(line):
-                yield {"log": path.name, "line": line.strip()[:500]}
+                yield {"log": path.name, "line": line.strip()[:_LONGEST_LINE]}
                 left -= 1
                 if left == 0:
                     return

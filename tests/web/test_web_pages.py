@@ -104,7 +104,12 @@ def test_checkpoints_pauses_restarts_and_trouble_are_found(run):
         file.write('{"kind":"checkpoint","start":9.4,"duration":0.5}\n')
         file.write('{"timeline":1,"rank":0,"origin_unix_ns":1700000060000000000}\n')
     (run.log / "rank-00001.log").write_text("step 1\nRuntimeError: the device is gone\n")
+    lost = {"time": 1.7e9, "event": "lost", "members": [1], "present": [0], "reason": "rank 1 was killed"}
+    run.members_file.write_text(json.dumps(lost) + '\n[]\n{"time":"x"}\n{"time":1')
     data = saves(Watched(run), Query())
+    assert data["members"] == [
+        {"unix": 1.7e9, "event": "lost", "members": [1], "present": [0], "reason": "rank 1 was killed"}
+    ]
     states = {each["name"]: each["state"].split(",")[0] for each in data["checkpoints"]}
     assert states == {
         "step-00000010": "complete",

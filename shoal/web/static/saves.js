@@ -11,7 +11,7 @@ import { chart } from "./chart.js";
 begin(async () => {
   const data = await load("saves", all("run"));
   say("");
-  replace(page, notices(data.notices), saved(data), data.pauses.length ? pauses(data).element : null, interval(data.interval), restarts(data), decisions(data), trouble(data));
+  replace(page, notices(data.notices), saved(data), data.pauses.length ? pauses(data).element : null, interval(data.interval), restarts(data), members(data), decisions(data), trouble(data));
 });
 
 function saved(data) {
@@ -54,6 +54,13 @@ function restarts(data) {
         ? `The ranks began ${data.restarts.length} times: each time but the first follows a stop or a failure.`
         : "The ranks began once: no failure and no stop is in the timeline.")]
       : h("p", { class: "missing" }, "The run has no timeline."));
+}
+
+function members(data) {
+  if (!data.members.length) return null;
+  const rows = data.members.map((each) => [moment(each.unix), `${each.event}: ${each.members.join(", ")}`, whole(each.present.length), each.reason || "-"]);
+  return h("section", { class: "panel left" }, h("h2", {}, "Ranks that were lost and came back"),
+    numbers({ head: ["when", "ranks", "present", "reason"], rows }, "Ranks that were lost and came back"));
 }
 
 function decisions(data) {
