@@ -86,7 +86,7 @@ def _pauses(run: Watched) -> Iterator[dict[str, Any]]:
         return
     rank = min(restarts)
     parts = restarts[rank]
-    origin = parts[0].origin_unix_ns
+    origin = parts[0].origin.unix_ns
     with run.run.timeline_file(rank).open("rb") as file:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     with data:
@@ -99,8 +99,8 @@ def _pauses(run: Watched) -> Iterator[dict[str, Any]]:
                 start, seconds = float(fields["start"]), float(fields["duration"])
             except (ValueError, KeyError, TypeError):
                 continue
-            offset = (part.origin_unix_ns - origin) / 1e9
-            yield {"at": start + offset, "seconds": seconds, "unix": part.origin_unix_ns / 1e9 + start}
+            offset = (part.origin.unix_ns - origin) / 1e9
+            yield {"at": start + offset, "seconds": seconds, "unix": part.origin.unix_ns / 1e9 + start}
 
 
 def _interval(run: Watched, pauses: list[float]) -> dict[str, Any] | None:
@@ -133,7 +133,7 @@ def _restarts(run: Watched) -> list[dict[str, Any]]:
         {
             "number": number,
             "ranks": sum(len(parts) > number for parts in begun),
-            "unix": min(parts[number].origin_unix_ns for parts in begun if len(parts) > number) / 1e9,
+            "unix": min(parts[number].origin.unix_ns for parts in begun if len(parts) > number) / 1e9,
         }
         for number in range(min(most, _MOST_SAVES))
     ]

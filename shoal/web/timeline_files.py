@@ -17,6 +17,7 @@ from typing import Any
 
 from shoal.errors import ShoalError
 from shoal.timeline import Span, Timeline
+from shoal.timeline.clocks import OneClock, Origin, Tie, read_ties
 from shoal.timeline.lines import FORMAT, parse_span
 
 __all__ = ["Restart", "TimelineFiles"]
@@ -36,12 +37,12 @@ class Restart:
     Attributes:
         rank: The rank.
         begin: Byte of the header.
-        origin_unix_ns: Wall-clock time of its second 0.
+        origin: Its second 0.
     """
 
     rank: int
     begin: int
-    origin_unix_ns: int
+    origin: Origin
 
 
 class TimelineFiles:
@@ -54,6 +55,8 @@ class TimelineFiles:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[Path, _File] = {}
+        self._ties: list[Tie] = []
+        self._tied: list[tuple[str, int]] = []
 
     def refresh(self) -> bool:
         """Look for new files and for what was appended; return whether there was anything.
@@ -93,7 +96,7 @@ class TimelineFiles:
         Raises:
             ShoalError: A line is malformed, or the steps have more bytes than a page can show.
         """
-        origin = min((file.parts[0].origin_unix_ns for file in self._files.values() if file.parts), default=0)
+        clock, origin = self._clock()
         ranges = [(file, found) for file in self._files.values() if (found := file.range_of(first, last))]
         size = sum(stop - start for _, (start, stop, _) in ranges)
         if size > _MOST_BYTES:
@@ -101,8 +104,8 @@ class TimelineFiles:
                 f"steps {first} to {last} have {size >> 20} MiB of spans, more than the "
                 f"{_MOST_BYTES >> 20} MiB that a page reads at once: choose fewer steps"
             )
-        spans = [span for file, found in ranges for span in file.read(*found, origin)]
-        timeline = Timeline(spans, origin_unix_ns=origin)
+        spans = [span for file, found in ranges for span in file.read(*found, clock, origin)]
+        timeline = Timeline(spans, origin_unix_ns=origin, clock_error=clock.error)
         marks = [
             mark
             for rank in timeline.ranks
@@ -112,6 +115,15 @@ class TimelineFiles:
         if not marks:
             return Timeline([])
         return timeline.window(min(mark.start for mark in marks), max(mark.stop for mark in marks))
+
+    def _clock(self) -> tuple[OneClock, int]:
+        """Return the one clock of all hosts, and the wall-clock time of second 0 on it."""
+        ties = [(path.name, path.stat().st_size) for path in sorted(self._folder.glob("clock-*.jsonl"))]
+        if ties != self._tied:
+            self._ties, self._tied = read_ties(self._folder), ties
+        origins = [part.origin for file in self._files.values() for part in file.parts]
+        clock = OneClock.of(origins, self._ties)
+        return clock, min(map(clock.unix_ns, origins), default=0)
 
     def newest(self, steps: int, spans: int) -> Timeline:
         """Return the newest steps, fewer if they would have more than so many spans; three at least.
@@ -167,8 +179,9 @@ class _File:
             fields = json.loads(data[at : stop if stop >= 0 else at + _LONGEST_HEADER])
             if fields["timeline"] != FORMAT:
                 raise ShoalError(f"{self.path}: a timeline of format {fields['timeline']!r} is not known")
-            return Restart(int(fields["rank"]), at, int(fields["origin_unix_ns"]))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            host, monotonic = str(fields.get("host", "")), int(fields.get("origin_monotonic_ns", 0))
+            return Restart(int(fields["rank"]), at, Origin(host, int(fields["origin_unix_ns"]), monotonic))
+        except (AttributeError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ShoalError(f"{self.path}: the header at byte {at} is not whole: {error!r}") from error
 
     def last_step(self) -> int | None:
@@ -200,22 +213,24 @@ class _File:
                     return start, stop, self.parts[number]
         return None
 
-    def read(self, start: int, stop: int, part: Restart, origin: int) -> Iterator[Span]:
-        """Yield the spans of some bytes.
+    def read(self, start: int, stop: int, part: Restart, clock: OneClock, origin: int) -> Iterator[Span]:
+        """Yield the spans of some bytes, with starts counted from an origin on the one clock.
 
         Raises:
             ShoalError: A line is malformed.
         """
         with self._mapped() as data:
             lines = data[start:stop].split(b"\n")
-        offset = (part.origin_unix_ns - origin) / 1e9
+        offset = (clock.unix_ns(part.origin) - origin) / 1e9
+        is_corrected = part.origin.host in clock.fits
         at = start
         for line in lines:
             if line:
                 try:
                     fields: dict[str, Any] = json.loads(line)
                     if "timeline" not in fields:
-                        yield parse_span(fields, rank=part.rank, offset=offset)
+                        more = clock.correction(part.origin, float(fields["start"])) if is_corrected else 0.0
+                        yield parse_span(fields, rank=part.rank, offset=offset + more)
                 except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
                     raise ShoalError(
                         f"{self.path}: byte {at}: not a span of a timeline: {error!r}"

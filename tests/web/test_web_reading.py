@@ -12,6 +12,7 @@ from web_stand_ins import LATE, SECOND, write_metrics, write_timeline
 from shoal.errors import ShoalError
 from shoal.run import metrics_line, read_metrics
 from shoal.timeline import Timeline
+from shoal.timeline.clocks import Tie, tie_line
 from shoal.web import metrics_tail
 from shoal.web.live import MEASURES, live
 from shoal.web.metrics_tail import MetricsTail
@@ -146,6 +147,24 @@ def test_a_file_that_grows_is_read_from_where_it_ended_and_a_torn_line_is_waited
             file.write(text[20:])
     files.refresh()
     assert files.last_step() == 31
+
+
+def test_hosts_are_read_on_one_clock_as_the_report_reads_them(run):
+    for rank, host in ((0, "a"), (1, "b")):
+        path = run.timeline_file(rank)
+        header, _, rest = path.read_text().partition("\n")
+        named = {**json.loads(header), "host": host, "origin_monotonic_ns": 5 * SECOND + rank}
+        path.write_text(json.dumps(named, separators=(",", ":")) + "\n" + rest)
+    ties = [Tie("b", "a", at * SECOND, at * SECOND + 7_000_000 + 1000 * at, 40_000) for at in range(5, 25, 2)]
+    (run.timeline / "clock-00001.jsonl").write_text("".join(map(tie_line, ties)))
+    files = TimelineFiles(run.timeline)
+    files.refresh()
+    whole = Timeline.read(run.timeline)
+    found = files.steps(5, 9)
+    assert {span.start for span in found} <= {span.start for span in whole}
+    starts = {span.rank: span.start for span in found if (span.kind, span.name) == ("step", "5")}
+    assert starts[1] - starts[0] == pytest.approx(0.007, abs=1e-4)
+    assert found.clock_error == whole.clock_error
 
 
 @pytest.mark.parametrize(
