@@ -13,7 +13,8 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # Tests start many Python processes: without bytecode, each of them compiles Shoal anew.
 TESTING := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
-EXTRAS := datasets,dev,docs,hf,lora,parquet,tensorboard
+EXTRAS := datasets,dev,docs,hf,lora,parquet,tensorboard,web
+AXE := axe-core@4.14.1
 
 # Where PyPI has torch for CUDA alone, as on Linux on x86-64, this venv takes 5 GB.
 OLDEST := .venv-oldest
@@ -29,7 +30,7 @@ train: $(VENV)/.ready
 test: lint
 	$(TESTING) $(BIN)/pytest -n $(JOBS) --dist loadfile
 
-test-long: lint $(VENV)/.ready-store
+test-long: lint $(VENV)/.ready-store $(VENV)/.ready-browser
 	$(TESTING) $(BIN)/pytest -m long
 
 test-faults: $(VENV)/.ready-dev
@@ -59,9 +60,17 @@ $(VENV)/.ready-store: $(VENV)/.ready-dev
 	$(INSTALL) --editable '.[$(EXTRAS),store]' 'moto[server]>=5'
 	@touch $@
 
+# Pages are tested in Debian's Chromium, driven by Playwright; axe-core looks for what keeps people out.
+$(VENV)/.ready-browser: $(VENV)/.ready-dev
+	@command -v chromium npm >/dev/null || { \
+	  echo "make: there is no chromium or no npm. Install them: sudo apt-get install chromium npm"; exit 1; }
+	$(INSTALL) playwright
+	npm install --silent --no-audit --no-fund --no-save --prefix build/browser $(AXE)
+	@touch $@
+
 $(VENV)/.ready-dev: pyproject.toml constraints.txt $(CORE) | $(VENV)/bin/python
 	@echo "installing Shoal, PyTorch and what its tests need into $(VENV) (once, a minute or more)"
-	$(INSTALL) --editable '.[$(EXTRAS)]'
+	$(INSTALL) --editable '.[$(EXTRAS)]' httpx2
 	@touch $@ $(VENV)/.ready
 
 $(OLDEST)/.ready: pyproject.toml constraints-oldest.txt $(CORE) | $(OLDEST)/bin/python

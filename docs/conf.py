@@ -5,11 +5,14 @@ are the links of index.md by its headings, and the docstrings of the names that 
 """
 
 import re
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from sphinx.application import Sphinx
 
 import shoal
+from shoal.web import export
 
 project = "Shoal"
 release = shoal.__version__
@@ -68,7 +71,15 @@ def mark_code(_: Sphinx, _kind: str, _name: str, _documented: Any, _options: Any
     lines[:] = re.sub(r"`([^`]+)`", r"``\1``\\ ", "\n".join(lines)).split("\n")
 
 
+def add_moving_pictures(app: Sphinx, error: Exception | None) -> None:
+    """Writes the pages of `shoal web` that need no run beside the others."""
+    if error is None and app.builder.format == "html":
+        with tempfile.TemporaryDirectory() as without_runs:
+            export(Path(without_runs), Path(app.outdir) / "web", ["schedules", "collectives"])
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("source-read", complete)
+    app.connect("build-finished", add_moving_pictures)
     app.connect("autodoc-process-docstring", mark_code, priority=400)  # before Napoleon reads it

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from played import PLAYED, Played, in_order_parents
-
 from drawn.svg import BLUE, GRAY, WIDTH, arrow, box, frame, line, svg, text
+from shoal.cost.collectives.played import PLAYED, Played, in_order_parents
 
 __all__ = ["pictures"]
 

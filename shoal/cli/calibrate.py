@@ -87,9 +87,8 @@ def _cluster(run: Run, named: str | None) -> Cluster:
 
 
 def _observation(run: Run, cluster: Cluster) -> Observation:
-    from shoal.cli.prediction import Prediction
     from shoal.cost.outlook import Observation
-    from shoal.simulate import measured_timeline
+    from shoal.simulate import Prediction, measured_timeline
 
     prediction = Prediction.of(run, cluster)
     timeline = measured_timeline(run)

@@ -16,18 +16,8 @@ __all__ = ["main"]
 
 _COMMANDS = (
     *("train", "sample", "report", "check", "schedule", "plan", "scale", "simulate", "checkpoint", "bench"),
-    *(
-        "aggregate",
-        "cluster",
-        "probe",
-        "calibrate",
-        "validate",
-        "export",
-        "memory",
-        "doctor",
-        "hang",
-        "completion",
-    ),
+    *("aggregate", "cluster", "probe", "calibrate", "validate", "export", "memory", "web", "doctor", "hang"),
+    "completion",
 )
 """Each is also the name of its module."""
 

@@ -9,7 +9,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.prediction import Prediction
 from shoal.cli.table import labelled, paragraph, table_of
 from shoal.cli.workload import open_workload
 from shoal.errors import RunError, UserError
@@ -149,7 +148,7 @@ def _predicted(opened: Any, rank: int, cluster: str | None) -> tuple[dict[str, A
     from shoal.cost import Memories
     from shoal.cost.memory import by_piece
     from shoal.plan import Mesh
-    from shoal.simulate import recorded_cluster
+    from shoal.simulate import Prediction, recorded_cluster
 
     try:
         machines = Cluster.parse(cluster) if cluster is not None else recorded_cluster(opened)

@@ -1,120 +1,18 @@
-"""A prediction of a run: its model, Plan and batch, on machines that a Cluster describes."""
+"""A prediction of a run beside its measurement, for the terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from shoal.errors import RunError
+from shoal.cli.breakdown import words
+from shoal.cli.table import table_of
+from shoal.timeline import Purpose
 
-if TYPE_CHECKING:
-    from shoal.cluster import Cluster
-    from shoal.plan import SettledPlan
-    from shoal.run import Run
-    from shoal.timeline import Timeline
-    from shoal.workload import Workload
-
-__all__ = ["Prediction", "compare_text", "kinds_compared"]
-
-_RENAMED = {"vocab_size": "vocab", "tie_embeddings": "tied"}
-_NOT_OF_THE_SHAPE = ("norm_eps", "rope_base")
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The work of a run, and its machines.
-
-    Attributes:
-        workload: The work of the model that it trains.
-        plan: Its Plan, with the micro-batch settled.
-        batch: Samples of a step.
-        cluster: The machines, with as many devices as the run has ranks.
-    """
-
-    workload: Workload
-    plan: SettledPlan
-    batch: int
-    cluster: Cluster
-
-    @classmethod
-    def of(cls, run: Run, cluster: Cluster) -> Prediction:
-        """Return the prediction of a run on machines with as many devices as the run has ranks.
-
-        Raises:
-            RunError: The run does not say what it trained, or did not train a preset.
-            ModelError: Its model is not known.
-            ClusterError: The Cluster has no such number of devices.
-        """
-        from shoal.cost.time import workload_on
-        from shoal.plan import Plan, SettledPlan
-        from shoal.workload import shape
-
-        config, text = run.description.get("config"), run.description.get("plan")
-        if config is None or text is None or ":" in config["model"]:
-            what = config["model"] if config else "something that it does not tell"
-            raise RunError(
-                f"{run.path} trained {what}, whose costs are not known",
-                possible="a run of one of Shoal's presets",
-                change="name another run",
-            )
-        if (config.get("lora") or {}).get("rank"):
-            raise RunError(
-                f"{run.path} trained adapters of {config['model']}, whose costs are not known",
-                possible="a run that trained a whole preset",
-                change="name another run",
-            )
-        plan = SettledPlan.of(Plan.parse(text), config["batch"])
-        if cluster.devices != plan.ranks:
-            cluster = cluster.with_devices(plan.ranks)
-        options = _shape_fields(config.get("model_options") or {})
-        model = shape(config["model"]).replace(**options | {"seq": config["sequence"]})
-        return cls(workload_on(cluster, model), plan, config["batch"], cluster)
-
-    def seconds_by_kind(self) -> dict[str, float]:
-        """Return the seconds of a step by kind, as `shoal.timeline.kinds` names them.
-
-        One rank stands for all equal ranks, so the spans do not have the waits between those: the simulation
-        adds them.
-        """
-        from shoal.simulate import simulate
-        from shoal.timeline import Purpose
-        from shoal.timeline.kinds import seconds_by_kind
-
-        simulation = simulate(self.workload, self.cluster, self.plan, self.batch)
-        breakdown = simulation.breakdown
-        exposed = [simulation.exposed(rank.rank) for rank in breakdown.ranks]
-        return {
-            **seconds_by_kind(simulation.timeline),
-            **breakdown.parts.disjoint(),
-            **{purpose: fmean(each.get(purpose, 0.0) for each in exposed) for purpose in Purpose},
-        }
-
-
-def kinds_compared(before: Mapping[str, float], measured: Timeline) -> list[dict[str, Any]]:
-    """Return, by kind of span, predicted and measured seconds of a step, and the error as a share."""
-    from shoal.timeline.kinds import seconds_by_kind
-
-    after = seconds_by_kind(measured)
-    return [
-        {
-            "kind": kind,
-            "predicted": before[kind],
-            "measured": after[kind],
-            "error": before[kind] / after[kind] - 1 if after[kind] > 0 else None,
-        }
-        for kind in after
-        if before[kind] > 0 or after[kind] > 0
-    ]
+__all__ = ["compare_text"]
 
 
 def compare_text(rows: list[dict[str, Any]]) -> str:
     """Return the result of `kinds_compared` as a table."""
-    from shoal.cli.breakdown import words
-    from shoal.cli.table import table_of
-    from shoal.timeline import Purpose
-
     return table_of(
         ["predicted beside measured", "predicted", "measured", "error"],
         [
@@ -127,11 +25,3 @@ def compare_text(rows: list[dict[str, Any]]) -> str:
             for row in rows
         ],
     )
-
-
-def _shape_fields(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options of the built-in transformer as fields of a ModelShape."""
-    fields = {
-        _RENAMED.get(name, name): value for name, value in options.items() if name not in _NOT_OF_THE_SHAPE
-    }
-    return fields | ({"dropout": fields["dropout"] > 0} if "dropout" in fields else {})

@@ -22,13 +22,22 @@ from shoal.cli.breakdown import (
 )
 from shoal.cli.exchanged import exchanged_summary, exchanged_text
 from shoal.cli.files import write_file
-from shoal.cli.prediction import Prediction, compare_text, kinds_compared
+from shoal.cli.prediction import compare_text
 from shoal.cli.table import labelled, table_of
+from shoal.cli.verdict import verdict_summary, verdict_text
 from shoal.cluster import Cluster
+from shoal.diagnosis import verdict
 from shoal.errors import RunError, UserError
 from shoal.plan import Plan
-from shoal.run import Run, json_number, tokens_per_second
-from shoal.simulate import StageTimes, measured_timeline, recorded_cluster, stage_times
+from shoal.run import Run, json_number, speed_of
+from shoal.simulate import (
+    Prediction,
+    StageTimes,
+    kinds_compared,
+    measured_timeline,
+    recorded_cluster,
+    stage_times,
+)
 from shoal.timeline import Breakdown, Timeline, explain, named_collectives, write_chrome_trace
 from shoal.units import format_count
 
@@ -83,6 +92,7 @@ def run(args: argparse.Namespace) -> int:
     summary = summarise(opened, breakdown, stage_times(timeline), rank=args.rank)
     summary["exchanged"] = _exchanged(summary, timeline)
     if breakdown is not None:
+        summary["verdict"] = verdict_summary(verdict(timeline))
         summary |= _predicted(opened, args.cluster, timeline)
         if args.collectives:
             summary["each_collective"] = [asdict(each) for each in named_collectives(timeline)]
@@ -183,19 +193,13 @@ def _first_and_last(metrics: Sequence[Mapping[str, Any]], name: str) -> dict[str
 
 
 def _speed(metrics: Sequence[Mapping[str, Any]], description: Mapping[str, Any]) -> dict[str, Any]:
-    """Return tokens/s of the median step after warm-up, and the share of the device's peak that this is.
-
-    The description has the FLOP of a token, forward and backward, and the peak of one device.
-    """
-    total = tokens_per_second(metrics, description.get("since_step"))
-    world_size = description.get("world_size")
-    flops_per_token = (description.get("model") or {}).get("flops_per_token")
-    peak_flops = (description.get("device") or {}).get("peak_flops")
-    per_device = total / world_size if total is not None and world_size else None
-    mfu = None
-    if per_device is not None and flops_per_token and peak_flops:
-        mfu = per_device * flops_per_token / peak_flops
-    return {"tokens_per_second": total, "tokens_per_second_per_device": per_device, "mfu": mfu}
+    """Return the speed of the median step after warm-up."""
+    speed = speed_of(metrics, description)
+    return {
+        "tokens_per_second": speed.total,
+        "tokens_per_second_per_device": speed.per_device,
+        "mfu": speed.mfu,
+    }
 
 
 def _require_rank(run: Run, breakdown: Breakdown | None, rank: int) -> None:
@@ -227,7 +231,7 @@ def _text(summary: Mapping[str, Any]) -> str:
             "The run has no timeline of steps under this Plan, so it cannot say where the time went."
         )
     else:
-        paragraphs.append(parts_text(breakdown))
+        paragraphs += [verdict_text(summary["verdict"]), parts_text(breakdown)]
         if launch := launch_text(breakdown, summary["plan"] or ""):
             paragraphs.append(launch)
         if len(breakdown["ranks"]) > 1:

@@ -4,7 +4,7 @@
 `Simulation`, which has a Timeline like that of a recorded run. `traffic_of` lists what a rank communicates,
 and by which algorithm. `measured_timeline` reads the Timeline of a run, `mark_bubbles` marks the idle time
 that its pipeline schedule forced, `stage_times` says how long each stage works, and `picture` draws a step.
-`course_of` simulates workers that are not equally fast.
+`course_of` simulates workers that are not equally fast. `Prediction` is of a run.
 Imports no torch.
 """
 
@@ -13,6 +13,7 @@ from shoal.simulate.engine import BUBBLE
 from shoal.simulate.measured import measured_timeline, recorded_cluster
 from shoal.simulate.picture import picture
 from shoal.simulate.played import played_parts, played_passes, played_seconds
+from shoal.simulate.prediction import Prediction, kinds_compared
 from shoal.simulate.simulation import Simulation, simulate
 from shoal.simulate.stage_times import StageTimes, stage_times
 from shoal.simulate.traffic import Communication, Traffic, traffic_of
@@ -24,11 +25,13 @@ __all__ = [
     "Communication",
     "Course",
     "Meeting",
+    "Prediction",
     "Simulation",
     "StageTimes",
     "Traffic",
     "Uneven",
     "course_of",
+    "kinds_compared",
     "mark_bubbles",
     "measured_timeline",
     "meeting_of",

@@ -23,7 +23,15 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
 
 from drawn.collectives import pictures  # noqa: E402
-from played import PLAYED, chain, hierarchical, hierarchical_all_gather, in_order_parents, ring  # noqa: E402
+
+from shoal.cost.collectives.played import (  # noqa: E402
+    PLAYED,
+    chain,
+    hierarchical,
+    hierarchical_all_gather,
+    in_order_parents,
+    ring,
+)
 
 PAGE = (ROOT / "docs" / "concepts" / "collectives.md").read_text()
 GUIDE = (ROOT / "docs" / "guides" / "bench.md").read_text()

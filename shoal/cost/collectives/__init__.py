@@ -1,17 +1,22 @@
 """Collectives and their algorithms: steps, bytes, and seconds over a cluster's levels of links."""
 
+from shoal.cost.collectives.motion import MOVED, motion
 from shoal.cost.collectives.network import (
     algorithm_seconds,
     collective_load,
     collective_seconds,
 )
 from shoal.cost.collectives.places import joining_level, message_bytes, message_seconds
+from shoal.cost.collectives.played import Played
 
 __all__ = [
+    "MOVED",
+    "Played",
     "algorithm_seconds",
     "collective_load",
     "collective_seconds",
     "joining_level",
     "message_bytes",
     "message_seconds",
+    "motion",
 ]

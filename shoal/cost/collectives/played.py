@@ -1,7 +1,7 @@
-"""The algorithms of collectives, played with a few ranks: what docs/pictures.py draws.
+"""The algorithms of collectives, played with a few ranks: docs/pictures.py and shoal.web draw these.
 
-An algorithm is a list of steps, and a step a list of messages between ranks, as csrc/algorithms has them. A
-test holds their steps and bytes to shoal.cost.
+An algorithm is a list of steps, and a step is a list of messages between ranks, as csrc/algorithms has them.
+A test holds their steps and bytes to `shoal.cost.collectives.algorithms`.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class Played:
     """An algorithm, played with a few ranks.
 
     Attributes:
-        name: Of the file.
-        title: What the picture shows, for who cannot see it.
-        ranks: How many there are.
-        slices: Into how many the buffer is cut.
-        whole: How many ranks' data a slice holds in the end.
-        start: By rank and slice, whose data is in it at first.
-        steps: What happens.
-        ranks_per_host: Where there are several hosts.
+        name: Name of the algorithm.
+        title: Description for readers who cannot see the picture.
+        ranks: Number of ranks.
+        slices: Number of slices of the buffer.
+        whole: Number of ranks whose data a slice holds in the end.
+        start: By rank and slice, the ranks whose data it holds at first.
+        steps: The steps, in order.
+        ranks_per_host: Ranks of a host, if there are several hosts; else 0.
         has_aggregator: Whether the last of the ranks is an aggregator.
     """
 
@@ -71,7 +71,7 @@ class Played:
     has_aggregator: bool = False
 
     def states(self) -> list[list[list[set[int]]]]:
-        """By row, rank and slice, whose data is in it: at first, and after each step."""
+        """Return, by row, rank and slice, the ranks whose data it holds: at first, and after each step."""
         states = [self.start]
         for step in self.steps:
             before = states[-1]
@@ -84,12 +84,12 @@ class Played:
 
 
 def one_shot(ranks: int) -> list[Step]:
-    """Everyone reads everything."""
+    """Return the steps of one-shot: every rank reads every buffer."""
     return [Step("fold", _everyone(ranks, lambda sender, receiver: (0,)))]
 
 
 def two_shot(ranks: int) -> list[Step]:
-    """Slice i of all goes to rank i, and its sum to all."""
+    """Return the steps of two-shot: slice i of all goes to rank i, and its sum to all."""
     return [
         Step("fold", _everyone(ranks, lambda sender, receiver: (receiver,))),
         Step("share", _everyone(ranks, lambda sender, receiver: (sender,))),
@@ -97,7 +97,7 @@ def two_shot(ranks: int) -> list[Step]:
 
 
 def ring(ranks: int) -> list[Step]:
-    """In step s, rank r passes on slice r - s."""
+    """Return the steps of a ring: in step s, rank r passes on slice r - s."""
     return [
         Step(
             "fold" if step < ranks - 1 else "pass on",
@@ -108,7 +108,10 @@ def ring(ranks: int) -> list[Step]:
 
 
 def halving_doubling(ranks: int) -> list[Step]:
-    """Of the `held` slices that a rank answers for, its own first, it sends all but `kept`; then back."""
+    """Return the steps of halving-doubling.
+
+    A rank answers for `held` slices, its own first. It sends all but `kept` of them; then the sums come back.
+    """
     rounds = []
     held = ranks
     while held > 1:
@@ -130,7 +133,7 @@ def halving_doubling(ranks: int) -> list[Step]:
 
 
 def hierarchical(hosts: int, ranks_per_host: int) -> list[Step]:
-    """Slices are folded inside the hosts, go round a ring of the hosts, and are shared inside."""
+    """Return the steps of hierarchical: fold inside hosts, a ring of the hosts, share inside hosts."""
     ranks = hosts * ranks_per_host
 
     def part(rank: int) -> tuple[int, ...]:
@@ -164,7 +167,7 @@ def hierarchical(hosts: int, ranks_per_host: int) -> list[Step]:
 
 
 def hierarchical_all_gather(hosts: int, ranks_per_host: int) -> list[Step]:
-    """Parts go round a ring of the hosts, among ranks of one number, and are shared inside."""
+    """Return the steps of a hierarchical all-gather: rings of the hosts, then sharing inside hosts."""
     ranks = hosts * ranks_per_host
 
     def at(host: int, number: int) -> int:
@@ -194,7 +197,7 @@ def hierarchical_all_gather(hosts: int, ranks_per_host: int) -> list[Step]:
 
 
 def in_network(hosts: int) -> list[Step]:
-    """Every host sends everything to the aggregator, which is numbered after them, and gets the sum."""
+    """Return the steps with an aggregator, numbered after the hosts: buffers go up, the sum down."""
     return [
         Step("up: sum", [Message(host, hosts, (0,)) for host in range(hosts)]),
         Step("down", [Message(hosts, host, (0,)) for host in range(hosts)]),
@@ -202,7 +205,7 @@ def in_network(hosts: int) -> list[Step]:
 
 
 def tree(ranks: int) -> list[Step]:
-    """In each step, whoever has it sends it half as far as in the one before."""
+    """Return the steps of a binomial tree: who has the buffer sends it half as far as in the step before."""
     distance = 1 << (ranks - 1).bit_length()
     steps = []
     while distance > 1:
@@ -213,7 +216,7 @@ def tree(ranks: int) -> list[Step]:
 
 
 def chain(ranks: int, chunks: int) -> list[Step]:
-    """In step s, rank r passes on chunk s - r."""
+    """Return the steps of a chain: in step s, rank r passes on chunk s - r."""
     return [
         Step(
             "pass on",
@@ -224,7 +227,7 @@ def chain(ranks: int, chunks: int) -> list[Step]:
 
 
 def pairwise(ranks: int) -> list[Step]:
-    """In step s, rank r sends to rank r + s."""
+    """Return the steps of pairwise: in step s, rank r sends to rank r + s."""
     return [
         Step(f"to rank + {shift}", [Message(rank, (rank + shift) % ranks, (rank,)) for rank in range(ranks)])
         for shift in range(1, ranks)
@@ -232,7 +235,7 @@ def pairwise(ranks: int) -> list[Step]:
 
 
 def in_order_parents(ranks: int) -> dict[int, int]:
-    """Of the binary tree over positions 1 to `ranks`, each position's parent; 0 of the root."""
+    """Return the parent of each position from 1 to `ranks` in a binary tree; the root has parent 0."""
     parents: dict[int, int] = {}
 
     def plant(first: int, last: int, parent: int) -> None:

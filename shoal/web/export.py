@@ -1,0 +1,118 @@
+"""Pages as files, which a browser opens without a server: each with its data, and the data beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from shoal.errors import RunError, ShoalError, UserError
+from shoal.web.bundle import bundle
+from shoal.web.encode import encode
+from shoal.web.folder import Folder
+from shoal.web.html import POLICY, page_html
+from shoal.web.pages import PAGES, Page
+from shoal.web.query import Query
+from shoal.web.watched import Watched
+
+__all__ = ["export"]
+
+_MOST_STEPS = 5  # of a run whose timeline is exported
+_HEAD = """<meta http-equiv="content-security-policy" content="{policy}">
+<link rel="icon" href="static/fish.svg" type="image/svg+xml">
+<link rel="stylesheet" href="static/style.css">
+<script defer src="static/{page}.js"></script>"""
+
+
+def export(path: Path, directory: Path, names: Sequence[str] = ()) -> list[Path]:
+    """Write each page as a file into a directory; return their paths.
+
+    Pages of a run show one run: the one that is given, or the newest of a folder. Without a run they are left
+    out. `data/` holds what a page shows as JSON.
+
+    Args:
+        path: A run, or a folder of runs.
+        directory: Directory for the files; made if it does not exist.
+        names: Names of the pages; all if there are none.
+
+    Raises:
+        RunError: The path is neither a run nor a folder, or there is no such page.
+        OSError: A file cannot be written.
+        ShoalError: A file of the run is malformed.
+    """
+    unknown = set(names) - set(PAGES)
+    if unknown:
+        raise RunError(
+            f"there is no page {min(unknown)!r}", possible=", ".join(PAGES), change="choose some of these"
+        )
+    run = Folder(path).open()
+    shown = [
+        page
+        for page in PAGES.values()
+        if (not names or page.name in names) and (run is not None or not page.needs_run)
+    ]
+    static = files("shoal.web").joinpath("static")
+    sources = {
+        each.name.removesuffix(".js"): each.read_text(encoding="utf-8")
+        for each in static.iterdir()
+        if each.name.endswith(".js")
+    }
+    for folder in ("static", "data"):
+        (directory / folder).mkdir(parents=True, exist_ok=True)
+    for name in ("style.css", "fish.svg"):
+        (directory / "static" / name).write_bytes(static.joinpath(name).read_bytes())
+    written = []
+    for page in shown:
+        (directory / "static" / f"{page.name}.js").write_text(bundle(sources, page.name), encoding="utf-8")
+        text = encode(_answers(page, run))
+        (directory / "data" / f"{page.name}.json").write_text(text, encoding="utf-8")
+        target = directory / f"{page.name}.html"
+        target.write_text(_html(page, text), encoding="utf-8")
+        written.append(target)
+    return written
+
+
+def _html(page: Page, data: str) -> str:
+    return page_html(
+        page,
+        address=lambda name: f"{name}.html",
+        scripts=_HEAD.format(policy=POLICY, page=page.name),
+        extra=f'<script type="application/json" id="inlined">{data}</script>',
+    )
+
+
+def _answers(page: Page, run: Watched | None) -> dict[str, object]:
+    """Return the data of a page by query, each written as `name=value&...` in the order of the names."""
+    queries = list(page.exported)
+    if page.name in ("timeline", "ddp") and run is not None:
+        queries += _newest_steps(run)
+    if run is not None:
+        run.refresh()
+        if run.metrics.is_sample:
+            run.refresh()
+    found: dict[str, object] = {}
+    for values in queries:
+        try:
+            found[_key(values)] = page.data(run if page.needs_run else None, Query(values))
+        except UserError as error:
+            found[_key(values)] = {
+                "error": error.given,
+                "possible": error.possible,
+                "change": error.change,
+            }
+    return found
+
+
+def _newest_steps(run: Watched) -> list[Mapping[str, str]]:
+    try:
+        run.refresh()
+    except ShoalError:
+        return []
+    last, first = run.files.last_step(), run.files.first_step()
+    if last is None or first is None:
+        return []
+    return [{"step": str(step)} for step in range(last, max(first, last - _MOST_STEPS + 1) - 1, -1)]
+
+
+def _key(values: Mapping[str, str]) -> str:
+    return "&".join(f"{name}={values[name]}" for name in sorted(values))

@@ -1,0 +1,95 @@
+"""Serve the pages to browsers of this machine, until a signal ends it."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import secrets
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from shoal.errors import ConfigError, MissingExtraError
+from shoal.web.folder import Folder
+
+__all__ = ["is_loopback", "serve"]
+
+_LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+_LONGEST_GOODBYE = 1  # seconds; streams of pages never end by themselves
+
+
+def serve(
+    path: Path,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    names: tuple[str, ...] = (),
+    token: str | None = None,
+    say: Callable[[str], object] = print,
+) -> None:
+    """Serve until a signal ends it.
+
+    Args:
+        path: A run, or a folder of runs.
+        host: Address to listen on.
+        port: Port to listen on; with 0 the system chooses one.
+        names: Further names by which browsers reach this server, with or without a port.
+        token: The token that readers need; by default a new one.
+        say: Called with the address, once the server listens.
+
+    Raises:
+        RunError: The path is neither a run nor a folder.
+        ConfigError: It cannot listen there.
+        MissingExtraError: The packages of the extra `web` are not installed.
+    """
+    try:
+        import uvicorn
+
+        from shoal.web.app import make_app
+    except ImportError as error:
+        package = error.name or "starlette"
+        raise MissingExtraError("serving pages", package=package, extra="web") from error
+    folder = Folder(path)
+    token = token or secrets.token_urlsafe(24)
+    listener = _listen(host, port)
+    port = listener.getsockname()[1]
+    shown = f"[{host}]" if ":" in host else host
+    hosts = {f"{name}:{port}" for name in _LOOPBACK} | {f"{shown}:{port}".lower()}
+    hosts |= {name.lower() for name in names} | {f"{name}:{port}".lower() for name in names}
+    app = make_app(folder, token, frozenset(hosts), cookie=f"shoal-{port}")
+    config = uvicorn.Config(
+        app,
+        log_level="warning",
+        access_log=False,  # addresses hold the token
+        server_header=False,
+        timeout_graceful_shutdown=_LONGEST_GOODBYE,
+        limit_concurrency=256,
+    )
+    say(f"http://{shown}:{port}/?token={token}")
+    with contextlib.closing(listener):
+        uvicorn.Server(config).run(sockets=[listener])
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(128)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise ConfigError(
+            f"it cannot listen on {host}:{port}: {error}",
+            possible="an address of this machine and a free port; with port 0 the system chooses one",
+            change="give another --host or --port",
+        ) from error
+    return listener

@@ -1,0 +1,61 @@
+// Boxes on rows over an axis of time.
+
+import { s } from "./dom.js";
+import { canvas } from "./figure.js";
+import { steps } from "./chart.js";
+
+const [RIGHT, AXIS] = [8, 24];
+
+/** The width of the names at the left of the rows. */
+export const NAMES = 64;
+
+/**
+ * Return the drawing: `rows` are { name, height, boxes: [{ start, stop, color, text, title, top, height }] }.
+ *
+ * Times are those of `from` and `to`; `marks` are vertical lines { at, text, color }.
+ */
+export function tracks({ width, rows, from, to, format, marks = [], gap = 3 }) {
+  const height = rows.reduce((sum, row) => sum + row.height + gap, 0) + AXIS;
+  const svg = canvas(width, height);
+  const inner = width - NAMES - RIGHT;
+  const place = (time) => NAMES + ((time - from) / (to - from || 1)) * inner;
+  for (const tick of steps(from, to, Math.max(2, Math.floor(width / 120)))) {
+    svg.append(
+      s("line", { x1: place(tick), x2: place(tick), y1: 0, y2: height - AXIS, class: "grid" }),
+      s("text", { x: place(tick), y: height - 8, class: "tick middle" }, format(tick)),
+    );
+  }
+  let top = 0;
+  for (const row of rows) {
+    svg.append(s("text", { x: NAMES - 8, y: top + row.height / 2 + 4, class: "tick end" }, row.name));
+    svg.append(s("line", { x1: NAMES, x2: width - RIGHT, y1: top + row.height + gap / 2, y2: top + row.height + gap / 2, class: "row" }));
+    for (const box of row.boxes) {
+      const left = Math.max(NAMES, place(box.start));
+      const right = Math.min(width - RIGHT, place(box.stop));
+      if (right <= left && (box.stop < from || box.start > to)) continue;
+      const [y, tall] = [top + (box.top ?? 0), box.height ?? row.height];
+      const wide = Math.max(right - left, 0.8);
+      svg.append(s("rect", {
+        x: left, y, width: wide, height: tall, class: `box c-${box.color} ${box.paler ? "paler" : ""}`,
+        rx: wide > 6 ? 1.5 : 0,
+      }, box.title ? s("title", {}, box.title) : null));
+      if (box.text && tall >= 10 && wide > box.text.length * 6.2 + 3) {
+        svg.append(s("text", {
+          x: left + wide / 2, y: y + tall / 2 + 3.8, class: `inside middle t-${box.color} ${box.paler ? "paler" : ""}`,
+        }, box.text));
+      }
+    }
+    top += row.height + gap;
+  }
+  for (const mark of marks) {
+    if (mark.at < from || mark.at > to) continue;
+    svg.append(s("line", { x1: place(mark.at), x2: place(mark.at), y1: 0, y2: height - AXIS, class: `mark ${mark.dashed ? "dashed" : ""}` }));
+    if (mark.text) svg.append(s("text", { x: place(mark.at) + 4, y: 10, class: "tick" }, mark.text));
+  }
+  return svg;
+}
+
+/** Return the time at a place of a drawing that is so wide. */
+export function timeAt(place, width, from, to) {
+  return from + ((place - NAMES) / (width - NAMES - RIGHT)) * (to - from);
+}
