@@ -14,7 +14,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cost",),
     ("simulate",),
     ("planner",),
-    ("validate",),
+    ("validate", "compare"),
     ("collectives",),
     ("models", "data", "record"),
     ("trace", "bench"),
