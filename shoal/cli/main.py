@@ -15,20 +15,9 @@ from shoal.errors import ShoalError, WorkerError
 __all__ = ["main"]
 
 _COMMANDS = (
-    *(
-        "train",
-        "sample",
-        "report",
-        "compare",
-        "check",
-        "schedule",
-        "plan",
-        "scale",
-        "simulate",
-        "checkpoint",
-        "bench",
-    ),
-    *("aggregate", "cluster", "probe", "calibrate", "validate", "export", "memory", "completion"),
+    *("train", "sample", "report", "watch", "compare", "check", "schedule", "plan", "scale", "simulate"),
+    *("checkpoint", "bench", "aggregate", "cluster", "probe", "calibrate", "validate", "export", "memory"),
+    "completion",
 )
 """Each is also the name of its module."""
 

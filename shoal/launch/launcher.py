@@ -34,7 +34,7 @@ OUTCOMES = "SHOAL_OUTCOMES"
 """Environment variable: the folder where a rank that `launch` started leaves its outcome."""
 
 TERMINAL = "SHOAL_TERMINAL"
-"""Environment variable: set if a rank's stderr is passed on to a terminal."""
+"""Environment variable: the columns of the terminal that a rank's stderr is passed on to, if it is one."""
 
 _LOOK = 0.05  # seconds between checks for ended ranks
 _SETTLE = 0.5  # seconds for ranks to end by themselves when they fail because of the first failure
@@ -231,6 +231,12 @@ def _store_on_loopback() -> Iterator[int]:
     del store
 
 
+def _terminal() -> dict[str, str]:
+    if not sys.stderr.isatty():
+        return {}
+    return {TERMINAL: str(os.get_terminal_size(sys.stderr.fileno()).columns or 80)}
+
+
 def _rank_environment(
     folder: str, rank: int, ranks: int, port: int, environment: Mapping[str, str]
 ) -> dict[str, str]:
@@ -246,7 +252,7 @@ def _rank_environment(
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # for torch: the store exists, rank 0 does not serve one
         OUTCOMES: folder,
-        **({TERMINAL: "1"} if sys.stderr.isatty() else {}),
+        **_terminal(),
         "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS") or str(threads),
         # Ranks on one machine need no name service and no network but loopback.
         "GLOO_SOCKET_IFNAME": environment.get("GLOO_SOCKET_IFNAME") or "lo",

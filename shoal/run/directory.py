@@ -7,6 +7,7 @@ memory/rank-*.json      the memory of each rank in one step
 checkpoints/step-*/     saved states
 servers/server-*.jsonl  what each parameter server applied, with its staleness
 decisions.jsonl         what exchange=auto, or the guard of stale gradients, decided, with reasons
+alive                   locked while the run goes on: see `shoal.run.alive`
 log/                    what each rank of a local run printed, and what loggers write
 """
 
@@ -135,6 +136,11 @@ class Run:
     def metrics_file(self) -> Path:
         """Return the file of the metrics; absent until the first step."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def alive_file(self) -> Path:
+        """Return the file that is locked while the run goes on."""
+        return self.path / "alive"
 
     @property
     def timeline(self) -> Path:

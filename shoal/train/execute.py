@@ -37,6 +37,7 @@ from shoal.record import (
     open_recorder,
 )
 from shoal.run import Decision, Run, write_decision
+from shoal.run.alive import AliveLock
 from shoal.train.classes import prepared
 from shoal.train.compiling import Compiling
 from shoal.train.config import describe_config
@@ -153,6 +154,7 @@ class _Execution:
             role.wait_for_run()
         self._meet()
         self._run = Run.open(job.path)
+        self._alive = AliveLock(self._run.alive_file) if self._is_first else None
         recorder = self._open_recorder(device)
         self._recorder = recorder
         memory = self._run.memory_file(self._number) if self._config.record.memory else None
@@ -233,6 +235,8 @@ class _Execution:
                 self._uploading.close()
             if self._servers is not None:
                 self._servers.close()
+            if self._alive is not None:
+                self._alive.close()
 
     def _step(self, stop: StopSignal) -> None:
         """Make a step. If too many were skipped, save the state after them: a resume goes on there."""
