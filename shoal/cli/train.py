@@ -73,6 +73,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         type=Path,
         help="add a worker to a run with parameter servers that goes on; it takes the run's configuration",
     )
+    parser.add_argument(
+        "--profile",
+        metavar="FIRST:LAST",
+        help="steps that torch.profiler traces into the run's profile/; short for --set "
+        "record.profile=FIRST:LAST. SIGUSR2 to this command traces the next five steps",
+    )
     parser.set_defaults(run=run)
 
 
@@ -192,7 +198,7 @@ def _job(args: argparse.Namespace, ranks: int | None) -> Job:
         return _joining_job(args.join)
     resume = find_resume(args.resume, args.directory)
     before = resume.run.description if resume is not None else {}
-    named = {"plan": args.plan, "cluster": args.cluster}
+    named = {"plan": args.plan, "cluster": args.cluster, "record.profile": args.profile}
     settings = [*args.settings, *(f'{key}="{value}"' for key, value in named.items() if value is not None)]
     config = located(load_config(args.config, settings, before.get("config")), before.get("config"))
     config = with_classes(config)

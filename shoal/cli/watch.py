@@ -27,10 +27,6 @@ On a terminal it draws (extra `watch`); elsewhere it prints a line for each look
 Exit codes: 0 the run made its last step, or --once; 1 the run ended before that; 2 wrong input; 130 Ctrl-C.
 """
 _LOOK_TERMINAL, _LOOK_PLAIN = 0.5, 10.0
-_QUIET = 60.0
-"""Seconds without news after which a run is said to be quiet."""
-_OVER = 300.0
-"""Seconds without news after which a run that does not say whether it goes on is taken to have ended."""
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -84,7 +80,7 @@ def _follow(watched: WatchedRun, every: float, once: bool, show: Any) -> int:
     step_before: object = None
     while True:
         seen = watched.look()
-        has_ended = _has_ended(seen)
+        has_ended = seen.has_ended
         step = seen.values.get("step")
         if once or has_ended or step != step_before or show not in (_print_line, _print_json):
             show(seen)
@@ -92,29 +88,6 @@ def _follow(watched: WatchedRun, every: float, once: bool, show: Any) -> int:
         if once or has_ended:
             return 0 if once or seen.is_done else 1
         time.sleep(every)
-
-
-def _has_ended(seen: Seen) -> bool:
-    if seen.alive is None:
-        return seen.quiet > (_LOOK_PLAIN if seen.is_done else _OVER)
-    return not seen.alive
-
-
-def state_of(seen: Seen) -> str:
-    """Return in words whether the run goes on."""
-    if _has_ended(seen):
-        return "ended after its last step" if seen.is_done else "ended before its last step"
-    if seen.quiet > _QUIET:
-        return f"no news for {seen.quiet:.0f} s"
-    return "running" if seen.alive else "running, as far as can be seen"
-
-
-def shares_of(seen: Seen) -> dict[str, float]:
-    """Return the parts of the newest recorded steps as shares of their time; empty without steps."""
-    if seen.breakdown is None:
-        return {}
-    parts = seen.breakdown.parts
-    return {name: seconds / parts.wall for name, seconds in parts.disjoint().items()}
 
 
 def _print_line(seen: Seen) -> None:
@@ -133,8 +106,8 @@ def line_of(seen: Seen) -> str:
             told.append(f"{label} {values[name]:{form}}")
     if seen.left:
         told.append(f"{format_seconds(seen.left)} left")
-    shares = [f"{words(name)} {share:.0%}" for name, share in shares_of(seen).items() if share >= 0.005]
-    return "  ".join([*told, *([", ".join(shares)] if shares else []), state_of(seen)])
+    shares = [f"{words(name)} {share:.0%}" for name, share in seen.shares().items() if share >= 0.005]
+    return "  ".join([*told, *([", ".join(shares)] if shares else []), seen.state])
 
 
 def _print_json(seen: Seen) -> None:
@@ -142,7 +115,7 @@ def _print_json(seen: Seen) -> None:
 
     ranks = seen.breakdown.ranks if seen.breakdown is not None else ()
     told: Mapping[str, Any] = {
-        "state": state_of(seen),
+        "state": seen.state,
         "steps": seen.steps,
         "values": {name: json_number(value) for name, value in seen.values.items()},
         "seconds_left": seen.left,

@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self, final
 
 from shoal.cli.breakdown import words
-from shoal.cli.watch import shares_of, state_of
 from shoal.errors import MissingExtraError
 from shoal.timeline import Breakdown
 from shoal.units import format_count, format_seconds
@@ -84,7 +83,7 @@ def _heading(seen: Seen) -> Text:
     words = "  ".join(each for each in told if each)
     # Neither markup nor escape sequences in the words of a run may change the picture.
     safe = "".join(sign if sign.isprintable() else "?" for sign in words)
-    return Text(f"{safe}  ", style="bold").append(state_of(seen), style="default")
+    return Text(f"{safe}  ", style="bold").append(seen.state, style="default")
 
 
 def _progress(seen: Seen, width: int) -> Text:
@@ -135,7 +134,7 @@ def sparkline(points: Sequence[float], columns: int) -> str:
 def _legend(seen: Seen) -> Text:
     told = seen.breakdown.parts.wall if seen.breakdown is not None else 0.0
     line = Text("of a step".ljust(_LABEL)).append(f"{format_seconds(told)}: ")
-    for name, share in shares_of(seen).items():
+    for name, share in seen.shares().items():
         if share >= 0.005:
             sign, colour = _LOOKS[name]
             line.append(f"{sign * 2} ", style=colour).append(f"{words(name)} {share:.0%}  ")

@@ -26,6 +26,10 @@ _STEPS = 20
 """Steps of each rank whose spans are kept."""
 _SPANS = 20_000
 """Most spans of a rank that are kept."""
+_QUIET = 60.0
+"""Seconds without news after which a run is said to be quiet."""
+_QUIET_AT_END, _OVER = 10.0, 300.0
+"""Seconds without news after which a run without a lock has ended: after its last step, before it."""
 _HEADER = b'{"timeline":'
 
 
@@ -67,6 +71,29 @@ class Seen:
     def is_done(self) -> bool:
         """Return whether the run made its last step."""
         return self.steps is not None and self.values.get("step", 0) >= self.steps
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether no process works on the run; without a lock, whether it was quiet for long."""
+        if self.alive is None:
+            return self.quiet > (_QUIET_AT_END if self.is_done else _OVER)
+        return not self.alive
+
+    @property
+    def state(self) -> str:
+        """Return in words whether the run goes on."""
+        if self.has_ended:
+            return "ended after its last step" if self.is_done else "ended before its last step"
+        if self.quiet > _QUIET:
+            return f"no news for {self.quiet:.0f} s"
+        return "running" if self.alive else "running, as far as can be seen"
+
+    def shares(self) -> dict[str, float]:
+        """Return the parts of the newest recorded steps as shares of their time; empty without steps."""
+        if self.breakdown is None:
+            return {}
+        parts = self.breakdown.parts
+        return {name: seconds / parts.wall for name, seconds in parts.disjoint().items()}
 
 
 @final

@@ -131,6 +131,9 @@ def _wait_for_end(
             if number == signal.SIGTSTP:
                 _stop_until_continued(processes)
                 continue
+            if number == signal.SIGUSR2:  # a profile is asked for
+                processes.signal(number)
+                continue
             # Ranks obey SIGTERM and Ctrl-C. If the terminal closes, training must not be lost.
             processes.signal(signal.SIGTERM if number == signal.SIGHUP else number)
             if first is None:
@@ -202,7 +205,7 @@ def _signals_noted() -> Iterator[list[signal.Signals]]:
     def note(number: int, frame: FrameType | None) -> None:
         received.append(signal.Signals(number))
 
-    heeded = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGTSTP)
+    heeded = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGTSTP, signal.SIGUSR2)
     before = {number: signal.getsignal(number) for number in heeded}
     before = {number: action for number, action in before.items() if action != signal.SIG_IGN}
     for number in before:
