@@ -14,7 +14,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cost",),
     ("simulate",),
     ("planner",),
-    ("validate", "compare"),
+    ("validate", "compare", "advise"),
     ("collectives",),
     ("models", "data", "record"),
     ("trace", "bench"),

@@ -15,7 +15,19 @@ from shoal.errors import ShoalError, WorkerError
 __all__ = ["main"]
 
 _COMMANDS = (
-    *("train", "sample", "report", "watch", "compare", "check", "schedule", "plan", "scale", "simulate"),
+    *(
+        "train",
+        "sample",
+        "report",
+        "watch",
+        "compare",
+        "advise",
+        "check",
+        "schedule",
+        "plan",
+        "scale",
+        "simulate",
+    ),
     *("checkpoint", "bench", "aggregate", "cluster", "probe", "calibrate", "validate", "export", "memory"),
     "completion",
 )
