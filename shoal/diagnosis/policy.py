@@ -18,6 +18,7 @@ class Policy:
         late: Share of the step by which a rank's own work must exceed that of its peers, in the median step,
             to call the rank a persistent straggler.
         late_stage: The same share where no other rank does the same work, so that stages are compared.
+        late_link: Share of the step that slow transfers must cost together.
         late_step: Share of the step by which one step must exceed the rank's typical excess to be a late
             step.
         late_cost: Share of the window's time that late steps must cost together.
@@ -43,6 +44,7 @@ class Policy:
     bottleneck: float = 0.10
     late: float = 0.05
     late_stage: float = 0.08
+    late_link: float = 0.03
     late_step: float = 0.08
     late_cost: float = 0.03
     noise_cost: float = 0.06

@@ -45,6 +45,7 @@ _KINDS = {
     Cause.OPTIMIZER: (Kind.OPTIMIZER, ""),
     Cause.OUTSIDE: (Kind.OTHER, ""),
 }
+_AROUND = 20  # steps before and after, for the typical step
 _BUCKETS = 4
 _BLOCKS = 4
 _MICROBATCHES = 4
@@ -98,16 +99,20 @@ class Jitter:
 
     @classmethod
     def of(cls, timeline: Timeline, *, warm_up: int = 5) -> Self:
-        """Return the jitter of a recorded run; copies vary as forward does, since CPUs make none."""
+        """Return the jitter of a recorded run.
+
+        Ratios are to the median of the steps around, so that slow drift of the machine, which all ranks of a
+        run share, is left out. Copies vary as forward does, since CPUs make none.
+        """
         series = []
         for rank in timeline.ranks:
             steps = own_work(timeline, StepWindows(timeline, rank), rank).steps
             seconds = [steps[index].seconds for index in sorted(steps)[warm_up:]]
-            typical = {cause: median(each[cause] for each in seconds) for cause in PHASES}
-            ratios = [
-                {cause: each[cause] / typical[cause] for cause in PHASES if typical[cause] > 0}
-                for each in seconds
-            ]
+            ratios = []
+            for position, each in enumerate(seconds):
+                around = seconds[max(position - _AROUND, 0) : position + _AROUND + 1]
+                typical = {cause: median(other[cause] for other in around) for cause in PHASES}
+                ratios.append({cause: each[cause] / typical[cause] for cause in PHASES if typical[cause] > 0})
             series.append([{**each, Cause.COPY: each[Cause.FORWARD]} for each in ratios])
         return cls(series)
 
