@@ -34,6 +34,7 @@ from shoal.cluster import Calibrated, Cluster, Device, Host, Level, Part, Power,
 from shoal.collectives import Options
 from shoal.cost import LEVELS
 from shoal.cost.collectives import algorithms as collectives
+from shoal.diagnosis import POLICY, Policy
 from shoal.layers import LAYERS, TORCH_FREE
 from shoal.models import preset, preset_names
 from shoal.plan import CHOICES, Plan
@@ -87,6 +88,7 @@ def _part(name: str) -> str:
         "layers": _layers,
         "options of a group": _options,
         "plan": _plan,
+        "policy of verdicts": _policy,
         "presets": _presets,
         "schedules compared": _schedules,
         "slowest of many": lambda: _table(*slowest_rows()),
@@ -127,6 +129,15 @@ def _errors() -> str:
 
 def _fields(described: type) -> str:
     return _table(*field_rows(described))
+
+
+def _policy() -> str:
+    meanings = attributes(Policy)
+    rows = [
+        [f"`{field.name}`", f"{getattr(POLICY, field.name):g}", meanings[field.name]]
+        for field in dataclasses.fields(Policy)
+    ]
+    return _table(["threshold", "value", "what it is"], rows)
 
 
 def _configuration() -> str:

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shoal.cluster import Cluster
+    from shoal.diagnosis import verdict
     from shoal.parallel import parallelize
     from shoal.plan import Plan
     from shoal.planner import choose
     from shoal.train import Trainer, load, save
 
-__all__ = ["Cluster", "Plan", "Trainer", "choose", "load", "parallelize", "save"]
+__all__ = ["Cluster", "Plan", "Trainer", "choose", "load", "parallelize", "save", "verdict"]
 
 if "torch" in sys.modules:  # otherwise torch registers the backend "shoal" itself, when it is imported
     importlib.import_module("shoal.collectives")
@@ -31,6 +32,7 @@ _HOMES = {
     "load": "shoal.train",
     "parallelize": "shoal.parallel",
     "save": "shoal.train",
+    "verdict": "shoal.diagnosis",
 }
 
 

@@ -13,6 +13,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plan", "cluster", "workload", "timeline", "run"),
     ("cost",),
     ("simulate",),
+    ("diagnosis", "replay"),
     ("planner",),
     ("validate", "compare", "advise"),
     ("collectives",),
@@ -30,5 +31,5 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 """Top to bottom. `run` is the directory on disk, beside the other nouns that it holds."""
 
-TORCH_FREE: frozenset[str] = frozenset(name for line in LAYERS[:6] for name in line)
+TORCH_FREE: frozenset[str] = frozenset(name for line in LAYERS[:7] for name in line)
 """Packages that never import torch, so that planning and reporting start in well under a second."""

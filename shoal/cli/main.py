@@ -15,23 +15,11 @@ from shoal.errors import ShoalError, WorkerError
 __all__ = ["main"]
 
 _COMMANDS = (
-    *(
-        "train",
-        "sample",
-        "report",
-        "watch",
-        "compare",
-        "advise",
-        "check",
-        "schedule",
-        "plan",
-        "scale",
-        "simulate",
-    ),
-    *("checkpoint", "bench", "aggregate", "cluster", "probe", "calibrate", "validate", "export", "memory"),
-    "completion",
+    *("train", "sample", "report", "watch", "compare", "advise", "what-if", "check", "schedule", "plan"),
+    *("scale", "simulate", "checkpoint", "bench", "aggregate", "cluster", "probe", "calibrate", "validate"),
+    *("export", "memory", "completion"),
 )
-"""Each is also the name of its module."""
+"""Each is also the name of its module, with `_` for `-`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,7 +65,7 @@ def _add_commands(commands: argparse._SubParsersAction, arguments: Sequence[str]
     is_enough = first in _COMMANDS and first != "completion"
     gc.disable()  # a collection goes through all modules, and finds nothing
     for command in [first] if is_enough else _COMMANDS:
-        import_module(f"shoal.cli.{command}").add_parser(commands)
+        import_module(f"shoal.cli.{command.replace('-', '_')}").add_parser(commands)
     gc.enable()
 
 

@@ -24,7 +24,9 @@ from shoal.cli.exchanged import exchanged_summary, exchanged_text
 from shoal.cli.files import write_file
 from shoal.cli.prediction import Prediction, compare_text, kinds_compared
 from shoal.cli.table import labelled, table_of
+from shoal.cli.verdict import verdict_summary, verdict_text
 from shoal.cluster import Cluster
+from shoal.diagnosis import verdict
 from shoal.errors import RunError, UserError
 from shoal.plan import Plan
 from shoal.run import Run, json_number, tokens_per_second
@@ -93,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
     summary = summarise(opened, breakdown, stage_times(timeline), rank=args.rank)
     summary["exchanged"] = _exchanged(summary, timeline)
     if breakdown is not None:
+        summary["verdict"] = verdict_summary(verdict(timeline))
         summary |= _predicted(opened, args.cluster, timeline)
         if args.collectives:
             summary["each_collective"] = [asdict(each) for each in named_collectives(timeline)]
@@ -287,7 +290,7 @@ def _text(summary: Mapping[str, Any]) -> str:
             "The run has no timeline of steps under this Plan, so it cannot say where the time went."
         )
     else:
-        paragraphs.append(parts_text(breakdown))
+        paragraphs += [verdict_text(summary["verdict"]), parts_text(breakdown)]
         if launch := launch_text(breakdown, summary["plan"] or ""):
             paragraphs.append(launch)
         if len(breakdown["ranks"]) > 1:

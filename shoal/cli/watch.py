@@ -27,6 +27,8 @@ On a terminal it draws (extra `watch`); elsewhere it prints a line for each look
 Exit codes: 0 the run made its last step, or --once; 1 the run ended before that; 2 wrong input; 130 Ctrl-C.
 """
 _LOOK_TERMINAL, _LOOK_PLAIN = 0.5, 10.0
+_REST = 4.0
+"""Times of a look for which the command rests after it."""
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -79,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
 def _follow(watched: WatchedRun, every: float, once: bool, show: Any) -> int:
     step_before: object = None
     while True:
+        begin = time.monotonic()
         seen = watched.look()
         has_ended = seen.has_ended
         step = seen.values.get("step")
@@ -87,7 +90,8 @@ def _follow(watched: WatchedRun, every: float, once: bool, show: Any) -> int:
         step_before = step
         if once or has_ended:
             return 0 if once or seen.is_done else 1
-        time.sleep(every)
+        # A run of many ranks takes long to look at: most of the core is left to others.
+        time.sleep(max(every, _REST * (time.monotonic() - begin)))
 
 
 def _print_line(seen: Seen) -> None:
@@ -107,10 +111,13 @@ def line_of(seen: Seen) -> str:
     if seen.left:
         told.append(f"{format_seconds(seen.left)} left")
     shares = [f"{words(name)} {share:.0%}" for name, share in seen.shares().items() if share >= 0.005]
+    if seen.verdict.bottleneck is not None:
+        told.append(f"bound by {seen.verdict.bottleneck}")
     return "  ".join([*told, *([", ".join(shares)] if shares else []), seen.state])
 
 
 def _print_json(seen: Seen) -> None:
+    from shoal.cli.verdict import verdict_summary
     from shoal.run import json_number
 
     ranks = seen.breakdown.ranks if seen.breakdown is not None else ()
@@ -122,6 +129,7 @@ def _print_json(seen: Seen) -> None:
         "seconds_quiet": seen.quiet,
         "parts": seen.breakdown.parts.disjoint() if seen.breakdown is not None else None,
         "ranks": {str(each.rank): each.parts.disjoint() for each in ranks},
+        "verdict": verdict_summary(seen.verdict),
         "unread_lines": seen.unread,
     }
     print(json.dumps(told), flush=True)

@@ -38,6 +38,7 @@ _LOOKS: Mapping[str, tuple[str, str]] = {
 """Each part has a character of its own as well as a colour: a bar reads without colours too."""
 _LEVELS = "▁▂▃▄▅▆▇█"
 _MOST_RANKS = 16
+_MOST_SENTENCES = 5
 _LABEL = 10  # columns
 
 
@@ -68,6 +69,7 @@ def drawn(seen: Seen, width: int) -> Group:
     parts: list[RenderableType] = [_heading(seen), _progress(seen, width), *_curves(seen, width)]
     if seen.breakdown is not None:
         parts += [Text(), _legend(seen), *_ranks(seen.breakdown, width)]
+        parts += [Text(), *map(Text, seen.verdict.sentences()[:_MOST_SENTENCES])]
     if seen.unread:
         parts.append(Text(f"{seen.unread} lines of the run could not be read", style="yellow"))
     return Group(*parts)

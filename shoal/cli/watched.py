@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from shoal.diagnosis import Verdict, verdict
 from shoal.run import Run
 from shoal.run.alive import is_alive
 from shoal.run.follow import FollowedFile, sampled_lines
@@ -22,7 +23,7 @@ __all__ = ["Seen", "WatchedRun"]
 
 _POINTS = 1_024
 """Points of a curve; more are thinned to half as many."""
-_STEPS = 20
+_STEPS = 50
 """Steps of each rank whose spans are kept."""
 _SPANS = 20_000
 """Most spans of a rank that are kept."""
@@ -45,6 +46,7 @@ class Seen:
         left: Seconds until the last step, at the present pace; None if that is not known.
         timeline: The newest recorded steps of all ranks.
         breakdown: Where their time went; None without a finished step.
+        verdict: What bounds them, and who is late; it may say that it knows too little.
         alive: Whether the run goes on; None if that is not known.
         quiet: Seconds since the run last wrote.
         unread: Number of lines that could not be read.
@@ -57,6 +59,7 @@ class Seen:
     left: float | None
     timeline: Timeline
     breakdown: Breakdown | None
+    verdict: Verdict
     alive: bool | None
     quiet: float
     unread: int
@@ -113,6 +116,7 @@ class WatchedRun:
         self._paces: deque[float] = deque(maxlen=_STEPS)
         self._unread = 0
         self._changed = _last_change(run)
+        self._judged: tuple[Timeline, Breakdown | None, Verdict] | None = None
         for line in sampled_lines(run.metrics_file, _POINTS):
             self._take(line)
         for curve in self._curves.values():
@@ -134,7 +138,11 @@ class WatchedRun:
             is_new |= self._ranks[path].look()
         if is_new:
             self._changed = time.time()
-        timeline = self._timeline()
+        if is_new or self._judged is None:
+            timeline = self._timeline()
+            breakdown = explain(timeline) if timeline.steps() else None
+            self._judged = timeline, breakdown, verdict(timeline)
+        timeline, breakdown, judged = self._judged
         return Seen(
             description=self._run.description,
             values=dict(self._values),
@@ -142,7 +150,8 @@ class WatchedRun:
             tokens_per_second=tuple(self._curves["tokens_per_second"].points),
             left=self._left(),
             timeline=timeline,
-            breakdown=explain(timeline) if timeline.steps() else None,
+            breakdown=breakdown,
+            verdict=judged,
             alive=is_alive(self._run.alive_file),
             quiet=max(0.0, time.time() - self._changed),
             unread=self._unread + sum(each.unread for each in self._ranks.values()),

@@ -6,6 +6,7 @@ Nouns: Span, Timeline, Breakdown. The recorder and the simulator write Timelines
 """
 
 from shoal.timeline.breakdown import Breakdown, RankBreakdown, explain
+from shoal.timeline.matching import Meeting, meetings
 from shoal.timeline.named_collectives import NamedCollective, named_collectives
 from shoal.timeline.parts import CollectiveFigures, Parts
 from shoal.timeline.span import Kind, Lane, Purpose, Span
@@ -17,6 +18,7 @@ __all__ = [
     "CollectiveFigures",
     "Kind",
     "Lane",
+    "Meeting",
     "NamedCollective",
     "Parts",
     "Purpose",
@@ -25,6 +27,7 @@ __all__ = [
     "Timeline",
     "chrome_trace",
     "explain",
+    "meetings",
     "named_collectives",
     "write_chrome_trace",
 ]

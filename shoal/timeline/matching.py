@@ -19,7 +19,7 @@ from shoal.timeline.span import Kind, Lane, Span
 from shoal.timeline.timeline import Timeline
 from shoal.timeline.windows import StepWindows
 
-__all__ = ["Arrival", "match_collectives", "moments_of_lateness"]
+__all__ = ["Arrival", "Meeting", "match_collectives", "meetings", "moments_of_lateness"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,59 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class _Key:
-    """The fields that all spans of one collective share."""
+class Meeting:
+    """One collective, with the span of each rank in it. A rank arrives at the start of its span.
+
+    Attributes:
+        step: The index of the step in which it starts.
+        group: Global ranks that take part.
+        name: Name of its spans.
+        occurrence: Number of collectives of this group and name before it in the step.
+        spans: The span of each rank.
+        is_whole: Whether all of the group are here, and from one run of the step.
+    """
 
     step: int
     group: tuple[int, ...]
     name: str
     occurrence: int
+    spans: Mapping[int, Span]
+    is_whole: bool
+
+    @property
+    def last(self) -> int:
+        """Return the rank that arrived last."""
+        return max(self.spans, key=lambda rank: self.spans[rank].start)
+
+    @property
+    def complete(self) -> float:
+        """Return the time at which the last rank arrived."""
+        return max(span.start for span in self.spans.values())
+
+
+_Key = tuple[int, tuple[int, ...], str, int]
+"""The fields that all spans of one collective share: step, group, name, occurrence."""
+
+
+def meetings(timeline: Timeline, windows: Mapping[int, StepWindows]) -> list[Meeting]:
+    """Return the collectives that start within steps, each with the spans of all ranks that are known.
+
+    Args:
+        timeline: Timeline of all ranks.
+        windows: The steps of each rank to look at.
+    """
+    members: dict[_Key, dict[int, Span]] = {}
+    for rank, steps in windows.items():
+        for key, span in _keyed(timeline.of(rank), steps):
+            members.setdefault(key, {})[rank] = span
+    return [
+        Meeting(
+            *key,
+            spans=spans,
+            is_whole=set(spans) == set(key[1]) and _overlap([windows[rank][key[0]] for rank in spans]),
+        )
+        for key, spans in members.items()
+    ]
 
 
 def match_collectives(timeline: Timeline, windows: Mapping[int, StepWindows]) -> dict[int, list[Arrival]]:
@@ -55,23 +101,15 @@ def match_collectives(timeline: Timeline, windows: Mapping[int, StepWindows]) ->
         timeline: Timeline of all ranks.
         windows: The steps of each rank to look at.
     """
-    keyed = {rank: _keyed(timeline.of(rank), steps) for rank, steps in windows.items()}
-    members: dict[_Key, dict[int, Span]] = {}
-    for rank, collectives in keyed.items():
-        for key, span in collectives:
-            members.setdefault(key, {})[rank] = span
-    complete = {
-        key: max(span.start for span in spans.values())
-        for key, spans in members.items()
-        if set(spans) == set(key.group) and _overlap([windows[rank][key.step] for rank in spans])
-    }
-    return {
-        rank: [
-            Arrival(span, key.step, min(span.stop, complete.get(key, span.start)))
-            for key, span in collectives
-        ]
-        for rank, collectives in keyed.items()
-    }
+    arrivals: dict[int, list[Arrival]] = {rank: [] for rank in windows}
+    for meeting in meetings(timeline, windows):
+        complete = meeting.complete
+        for rank, span in meeting.spans.items():
+            together = min(span.stop, complete) if meeting.is_whole else span.start
+            arrivals[rank].append(Arrival(span, meeting.step, together))
+    for found in arrivals.values():
+        found.sort(key=lambda arrival: arrival.span.start)
+    return arrivals
 
 
 def moments_of_lateness(spans: Iterable[Span], arrivals: Iterable[Arrival]) -> Intervals:
@@ -106,7 +144,7 @@ def _keyed(spans: Iterable[Span], windows: StepWindows) -> list[tuple[_Key, Span
             continue
         occurrence = seen[step, span.group, span.name]
         seen[step, span.group, span.name] += 1
-        keyed.append((_Key(step, span.group, span.name, occurrence), span))
+        keyed.append(((step, span.group, span.name, occurrence), span))
     return keyed
 
 

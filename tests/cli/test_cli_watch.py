@@ -56,7 +56,8 @@ def append(path, text):
         file.write(text)
 
 
-def test_a_run_is_followed_through_torn_lines_until_its_last_step(run):
+def test_a_run_is_followed_through_torn_lines_until_its_last_step(run, monkeypatch):
+    monkeypatch.setattr("shoal.cli.watched._STEPS", 20)
     lock = AliveLock(run.alive_file)
     watched = WatchedRun(run)
     seen = watched.look()
@@ -100,6 +101,7 @@ def test_the_picture_has_progress_parts_and_ranks_and_no_escape_of_a_run(run):
     assert "10/30  33%  20 s left" in text
     assert "compute 70%" in text
     assert re.search(r"rank 1 +█{50,}", text)
+    assert "No verdict." in text  # there are too few steps for one
     assert "\x1b" not in text
     assert "hostile ?[2J [bold]name" in text
     assert max(map(len, text.splitlines())) <= 100
@@ -119,10 +121,12 @@ def test_the_command_ends_with_the_run_and_says_how(run, capsys):
         "ended before its last step\n"
     )
     append(run.metrics_file, line(STEPS))
+    Timeline(spans(1, STEPS)).write(run.timeline)
     assert main(["watch", str(run.path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["state"] == "ended after its last step"
     assert told["ranks"]["1"]["compute"] == pytest.approx(0.8)
+    assert told["verdict"]["bottleneck"] == "compute"
 
 
 def test_what_cannot_be_watched_is_refused(run, tmp_path, capsys):

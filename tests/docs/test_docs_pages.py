@@ -57,6 +57,7 @@ def test_every_key_setting_layer_and_example_is_on_a_page():
         "layers",
         "options of a group",
         "plan",
+        "policy of verdicts",
         "presets",
         "schedules compared",
         "shoal cluster export dgx-h100:64",

@@ -1,0 +1,23 @@
+"""Verdicts on timelines: what bounds a step, which rank is late, why, and what to do next.
+
+Nouns: Verdict, Bottleneck, Straggler, Cause, Pattern, Policy. `verdict` judges a window of steps of a
+    Timeline; the report, the pages and the live view print it. `docs/concepts/verdict.md` is its policy.
+    Imports no torch.
+"""
+
+from shoal.diagnosis.bottleneck import Bottleneck
+from shoal.diagnosis.cause import Cause, Pattern
+from shoal.diagnosis.policy import POLICY, Policy
+from shoal.diagnosis.straggler import Straggler
+from shoal.diagnosis.verdict import Verdict, verdict
+
+__all__ = [
+    "POLICY",
+    "Bottleneck",
+    "Cause",
+    "Pattern",
+    "Policy",
+    "Straggler",
+    "Verdict",
+    "verdict",
+]

@@ -1,0 +1,237 @@
+"""Stragglers: ranks for which others wait, why, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+from shoal.diagnosis.cause import PHASES, Cause, Pattern
+from shoal.diagnosis.late_steps import LateSteps, late_steps
+from shoal.diagnosis.own_work import OwnWork
+from shoal.diagnosis.policy import Policy
+from shoal.diagnosis.series import errors_from_zero
+
+__all__ = ["Straggler", "find_stragglers", "peers_of"]
+
+_SURE_PHASE = 3.0  # standard errors, for forward and backward to be both slow
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Straggler:
+    """A rank, or a link, for which others wait.
+
+    Attributes:
+        ranks: The rank; for a link whose ends cannot be told apart, all that may be at fault.
+        cause: Why it is late.
+        pattern: When it is late.
+        period: Steps from one late step to the next, if it is periodic; else None.
+        seconds: Seconds by which it is longer than its peers, as the mean over the judged steps.
+        held_up: Seconds a step for which others were idle because it had not arrived, as the mean.
+        share: `seconds` as a share of the step.
+        steps: The late steps; all judged steps if it is persistent.
+        phases: Seconds of excess of each phase, as the mean over the late steps.
+        evidence: What was measured, as a sentence.
+        advice: What to do next, as a sentence.
+    """
+
+    ranks: tuple[int, ...]
+    cause: Cause
+    pattern: Pattern
+    period: int | None
+    seconds: float
+    held_up: float
+    share: float
+    steps: tuple[int, ...]
+    phases: Mapping[str, float]
+    evidence: str
+    advice: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Excess:
+    """By how much a rank's own work exceeds that of its peers.
+
+    Attributes:
+        rank: The rank.
+        steps: The judged steps, ascending.
+        phases: Seconds of each phase, step by step.
+        total: Their sum, step by step.
+        typical: The seconds that its peers need for each phase, as medians.
+        has_peers: Whether other ranks do the same work; else it is compared with all others.
+    """
+
+    rank: int
+    steps: Sequence[int]
+    phases: Mapping[Cause, Sequence[float]]
+    total: Sequence[float]
+    typical: Mapping[Cause, float]
+    has_peers: bool
+
+
+def find_stragglers(
+    works: Mapping[int, OwnWork],
+    held_up: Mapping[int, Mapping[int, float]],
+    steps: Sequence[int],
+    policy: Policy,
+) -> list[Straggler]:
+    """Return the ranks that others wait for, the most expensive first.
+
+    Args:
+        works: The own work of each rank.
+        held_up: Seconds for which each rank held others up, by step.
+        steps: The steps to judge, which all ranks finished.
+        policy: The thresholds.
+    """
+    wall = median(works[rank].steps[step].wall for rank in works for step in steps)
+    found = []
+    for rank in works:
+        excess = _excess(works, rank, steps)
+        held = [held_up[rank][step] for step in steps]
+        late = late_steps(excess.total, held, wall, policy)
+        straggler = _persistent(excess, held, wall, late, policy)
+        if straggler is None and late is not None:
+            straggler = _sometimes(excess, held, wall, late, policy)
+        if straggler is not None:
+            found.append(straggler)
+    return sorted(found, key=lambda each: -each.seconds)
+
+
+def peers_of(works: Mapping[int, OwnWork], rank: int) -> list[int]:
+    """Return the other ranks that do the same work."""
+    return [other for other in works if other != rank and works[other].content == works[rank].content]
+
+
+def _excess(works: Mapping[int, OwnWork], rank: int, steps: Sequence[int]) -> _Excess:
+    peers = peers_of(works, rank)
+    compared = peers or [other for other in works if other != rank]
+
+    def of_peers(cause: Cause) -> list[float]:
+        return [median(works[peer].steps[step].seconds[cause] for peer in compared) for step in steps]
+
+    others = {cause: of_peers(cause) for cause in PHASES}
+    phases = {
+        cause: [
+            works[rank].steps[step].seconds[cause] - theirs
+            for step, theirs in zip(steps, others[cause], strict=True)
+        ]
+        for cause in PHASES
+    }
+    total = [sum(each) for each in zip(*phases.values(), strict=True)]
+    typical = {cause: median(others[cause]) for cause in PHASES}
+    return _Excess(rank, steps, phases, total, typical, bool(peers))
+
+
+def _persistent(
+    excess: _Excess, held: Sequence[float], wall: float, late: LateSteps | None, policy: Policy
+) -> Straggler | None:
+    """Return the straggler that is late in most steps, also in those that are not among its late steps."""
+    apart = set(late.positions) if late is not None and late.pattern != Pattern.PERSISTENT else set()
+    rest = [seconds for position, seconds in enumerate(excess.total) if position not in apart]
+    share = policy.late if excess.has_peers else policy.late_stage
+    if len(rest) < len(excess.total) * (1 - policy.late_often) or median(rest) < share * wall:
+        return None
+    seconds = median(excess.total)
+    if errors_from_zero(rest) < policy.certainty or fmean(held) < policy.held_up * seconds:
+        return None
+    phases = {cause: median(values) for cause, values in excess.phases.items()}
+    cause = _cause(excess, phases, range(len(excess.steps)), policy) if excess.has_peers else Cause.STAGE
+    return _straggler(excess, held, wall, cause, Pattern.PERSISTENT, None, range(len(held)), phases)
+
+
+def _sometimes(
+    excess: _Excess, held: Sequence[float], wall: float, found: LateSteps, policy: Policy
+) -> Straggler:
+    """Return the straggler that is late in some steps only."""
+    late = found.positions
+    phases = {
+        cause: fmean(values[position] for position in late) - median(values)
+        for cause, values in excess.phases.items()
+    }
+    cause = _cause(excess, phases, late, policy)
+    if cause in excess.typical and found.pattern != Pattern.PERIODIC:
+        share = excess.typical[cause] / max(sum(excess.typical.values()), 1e-12)
+        if share ** len(late) > policy.chance:
+            cause = Cause.MACHINE
+    return _straggler(excess, held, wall, cause, found.pattern, found.period, late, phases)
+
+
+def _cause(excess: _Excess, phases: Mapping[Cause, float], late: Sequence[int], policy: Policy) -> Cause:
+    """Return the phase that explains the excess; the machine if all compute is slower, or no phase does."""
+    both = [
+        phases[cause] / excess.typical[cause]
+        for cause in (Cause.FORWARD, Cause.BACKWARD)
+        if excess.typical[cause] > 0
+    ]
+    sure = len(late) == 1 or all(
+        errors_from_zero([excess.phases[cause][position] for position in late]) >= _SURE_PHASE
+        for cause in (Cause.FORWARD, Cause.BACKWARD)
+    )
+    if len(both) == 2 and min(both) > 0 and min(both) >= policy.proportional * max(both) and sure:
+        together = phases[Cause.FORWARD] + phases[Cause.BACKWARD]
+        if together >= policy.explained * sum(phases.values()):
+            return Cause.MACHINE
+    most = max(phases, key=lambda cause: phases[cause])
+    positive = sum(max(seconds, 0.0) for seconds in phases.values())
+    return most if phases[most] >= policy.explained * positive else Cause.MACHINE
+
+
+def _straggler(
+    excess: _Excess,
+    held: Sequence[float],
+    wall: float,
+    cause: Cause,
+    pattern: Pattern,
+    period: int | None,
+    late: Sequence[int],
+    phases: Mapping[Cause, float],
+) -> Straggler:
+    typical = 0.0 if pattern == Pattern.PERSISTENT else median(excess.total)
+    if pattern == Pattern.PERSISTENT:
+        seconds = median(excess.total)
+    else:
+        seconds = sum(excess.total[position] - typical for position in late) / len(held)
+    compared = "its peers" if excess.has_peers else "the other ranks"
+    when = {
+        Pattern.PERSISTENT: "in the median step",
+        Pattern.PERIODIC: f"every {period} steps",
+        Pattern.ONCE: f"in {len(late)} step{'s' * (len(late) > 1)} from step {excess.steps[late[0]]} on",
+        Pattern.IRREGULAR: f"in {len(late)} of {len(held)} steps",
+    }[pattern]
+    by = seconds if pattern == Pattern.PERSISTENT else seconds * len(held) / len(late)
+    main = ", ".join(
+        f"{cause} {each * 1e3:+.3g} ms" for cause, each in _largest(phases, sum(phases.values()))
+    )
+    return Straggler(
+        ranks=(excess.rank,),
+        cause=cause,
+        pattern=pattern,
+        period=period,
+        seconds=seconds,
+        held_up=fmean(held),
+        share=seconds / wall,
+        steps=tuple(excess.steps[position] for position in late),
+        phases={str(cause): each for cause, each in phases.items()},
+        evidence=f"Rank {excess.rank} works {by * 1e3:.3g} ms longer than {compared} {when} ({main}). "
+        f"Others were idle for {fmean(held) * 1e3:.3g} ms a step until it arrived at their collectives.",
+        advice=_ADVICE[cause],
+    )
+
+
+def _largest(phases: Mapping[Cause, float], total: float) -> list[tuple[Cause, float]]:
+    ordered = sorted(phases.items(), key=lambda each: -each[1])
+    return [each for each in ordered if each[1] >= 0.1 * total][:3]
+
+
+_ADVICE = {
+    Cause.LOADER: "Read its data from a faster disk, or prepare it in more processes.",
+    Cause.COPY: "Look at the path from its host's memory to its device: pinned memory, PCIe link, NUMA node.",
+    Cause.FORWARD: "Look for work that only this rank does in forward: longer samples, hooks, logging.",
+    Cause.BACKWARD: "Look for work that only this rank does in backward: hooks, unfused gradients.",
+    Cause.OPTIMIZER: "Look at its optimizer: more parameters than others, or state in slower memory.",
+    Cause.LAUNCH: "Its host gives work too slowly: free its cores, or set compile=blocks in the Plan.",
+    Cause.OUTSIDE: "Look at what its loop does outside of spans: logging, saving, garbage collection.",
+    Cause.LINK: "Measure the link with `shoal probe` on its host, and look at its cable, port and driver.",
+    Cause.MACHINE: "Look at the machine: clocks that are throttled, a busy core, another process.",
+    Cause.STAGE: "Move layers away from this stage, or let `shoal plan` split the model by measured costs.",
+}

@@ -1,0 +1,192 @@
+"""The verdict on a window of steps: the bottleneck, the stragglers, and what was not measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shoal.diagnosis.arrivals import held_up
+from shoal.diagnosis.bottleneck import ADVICE, Bottleneck, bottleneck_of
+from shoal.diagnosis.links import find_slow_links
+from shoal.diagnosis.own_work import OwnWork, own_work
+from shoal.diagnosis.policy import POLICY, Policy
+from shoal.diagnosis.straggler import Straggler, find_stragglers, peers_of
+from shoal.timeline import Kind, Meeting, Parts, Timeline, explain, meetings
+from shoal.timeline.parts import mean
+from shoal.timeline.windows import StepWindows
+
+__all__ = ["Verdict", "verdict"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What bounds a window of steps.
+
+    Attributes:
+        steps: The judged steps, ascending; empty if the verdict abstains.
+        wall: Seconds of the mean step.
+        bottleneck: What bounds the step; None if the verdict abstains.
+        seconds: Seconds of the mean step that the bottleneck takes.
+        share: These as a share of the step.
+        evidence: What was measured, as sentences.
+        advice: What to do next, as a sentence; "" if the verdict abstains.
+        stragglers: Ranks and links for which others wait, the most expensive first.
+        missing: What was not measured, and what that leaves open, as sentences.
+    """
+
+    steps: tuple[int, ...]
+    wall: float
+    bottleneck: Bottleneck | None
+    seconds: float
+    share: float
+    evidence: tuple[str, ...]
+    advice: str
+    stragglers: tuple[Straggler, ...]
+    missing: tuple[str, ...]
+
+    def sentences(self) -> tuple[str, ...]:
+        """Return the verdict as sentences, the most important first."""
+        if self.bottleneck is None:
+            return ("No verdict.", *self.missing)
+        said = [f"The bottleneck is {self.bottleneck}: {self.share:.0%} of the step.", *self.evidence]
+        for each in self.stragglers:
+            ranks = " or ".join(map(str, each.ranks))
+            said.append(f"Straggler: rank {ranks}, {each.cause}, {each.pattern}. {each.evidence}")
+            if each.advice != self.advice:
+                said.append(f"Next: {each.advice}")
+        return (*said, f"Next: {self.advice}", *(f"Not known: {each}" for each in self.missing))
+
+
+def verdict(
+    timeline: Timeline,
+    *,
+    first: int | None = None,
+    last: int | None = None,
+    memory_share: float | None = None,
+    predicted: Mapping[str, float] | None = None,
+    policy: Policy = POLICY,
+) -> Verdict:
+    """Return what bounds the steps of a timeline, who is late and why; see `docs/concepts/verdict.md`.
+
+    Args:
+        timeline: The measured timeline, with bubbles marked if a pipeline ran.
+        first: The first step to judge; by default the first after warm-up.
+        last: The last step to judge; by default the last that all ranks finished.
+        memory_share: Share of compute that the rate of the device's memory bounds, if a model tells it.
+        predicted: Seconds of each collective by name, if a model tells them: links are held to them.
+        policy: The thresholds.
+    """
+    windows = {rank: found for rank in timeline.ranks if (found := StepWindows(timeline, rank))}
+    steps = _judged(windows, first, last, policy)
+    if len(steps) < policy.fewest_steps:
+        return _abstains(
+            f"{len(steps)} step{'s' * (len(steps) != 1)} after warm-up that all ranks finished, and a "
+            f"verdict needs {policy.fewest_steps}."
+        )
+    works = {rank: own_work(timeline, found, rank) for rank, found in windows.items()}
+    chosen = set(steps)
+    met = [each for each in meetings(timeline, windows) if each.step in chosen]
+    missing = _missing(timeline, works, met, memory_share, predicted, policy)
+    is_joined = _is_joined(met, works, policy)
+    stragglers: list[Straggler] = []
+    if is_joined:
+        stragglers = find_stragglers(works, held_up(met, works), steps, policy)
+        stragglers += find_slow_links(met, works, steps, policy, predicted)
+        stragglers.sort(key=lambda each: -each.seconds)
+    breakdown = explain(timeline)
+    by_rank = [[rank.steps[step] for step in steps] for rank in breakdown.ranks]
+    parts = mean([mean(each) for each in by_rank])
+    bottleneck, seconds = bottleneck_of(
+        parts, max((each.seconds for each in stragglers), default=0.0), memory_share, policy
+    )
+    at_fault = bottleneck == Bottleneck.STRAGGLER and bool(stragglers)
+    return Verdict(
+        steps=tuple(steps),
+        wall=parts.wall,
+        bottleneck=bottleneck,
+        seconds=seconds,
+        share=seconds / parts.wall,
+        evidence=(_evidence(parts, len(steps), len(works)),),
+        advice=stragglers[0].advice if at_fault else ADVICE[bottleneck],
+        stragglers=tuple(stragglers),
+        missing=tuple(missing),
+    )
+
+
+def _judged(
+    windows: Mapping[int, StepWindows], first: int | None, last: int | None, policy: Policy
+) -> list[int]:
+    """Return the steps that all ranks finished, after warm-up and within the bounds."""
+    if not windows:
+        return []
+    common = sorted(set.intersection(*(set(found) for found in windows.values())))
+    common = common[policy.warm_up :]
+    return [step for step in common if (first is None or step >= first) and (last is None or step <= last)]
+
+
+def _is_joined(met: Sequence[Meeting], works: Mapping[int, OwnWork], policy: Policy) -> bool:
+    """Return whether enough collectives join the ranks to say who is late."""
+    between = [each for each in met if len(each.group) > 1]
+    whole = sum(each.is_whole for each in between)
+    return len(works) > 1 and bool(between) and whole >= policy.whole * len(between)
+
+
+def _missing(
+    timeline: Timeline,
+    works: Mapping[int, OwnWork],
+    met: Sequence[Meeting],
+    memory_share: float | None,
+    predicted: Mapping[str, float] | None,
+    policy: Policy,
+) -> list[str]:
+    missing = []
+    if memory_share is None:
+        missing.append("whether arithmetic or the rate of memory bounds compute: no model of the device.")
+    if len(works) == 1:
+        missing.append("which rank is late: only one rank is in the timeline.")
+        return missing
+    between = [each for each in met if len(each.group) > 1]
+    if not between:
+        missing.append("which rank is late: no collective joins the ranks in these steps.")
+        return missing
+    if not _is_joined(met, works, policy):
+        share = sum(each.is_whole for each in between) / len(between)
+        absent = sorted({rank for each in between for rank in each.group} - set(works))
+        named = f" (no steps of ranks {', '.join(map(str, absent))})" if absent else ""
+        missing.append(
+            f"which rank is late: only {share:.0%} of the collectives have all of their ranks{named}."
+        )
+    alone = [rank for rank in works if not peers_of(works, rank)]
+    if alone:
+        missing.append(
+            f"whether ranks {', '.join(map(str, alone))} are slow or have more work: no other rank does the "
+            "same work."
+        )
+    if predicted is None and len({each.group for each in between}) == 1:
+        missing.append("whether a link is slow: there is one group only, and no predicted time to compare.")
+    if not any(span.kind == Kind.DATA_WAIT for span in timeline):
+        missing.append("how long ranks wait for data: the timeline has no such spans.")
+    return missing
+
+
+def _evidence(parts: Parts, steps: int, ranks: int) -> str:
+    shares = ", ".join(
+        f"{name.replace('_', ' ')} {seconds / parts.wall:.1%}"
+        for name, seconds in sorted(parts.disjoint().items(), key=lambda each: -each[1])
+        if seconds >= 0.005 * parts.wall
+    )
+    return f"A step takes {parts.wall * 1e3:.4g} ms in {steps} steps of {ranks} ranks: {shares}."
+
+
+def _abstains(missing: str) -> Verdict:
+    return Verdict(
+        steps=(),
+        wall=0.0,
+        bottleneck=None,
+        seconds=0.0,
+        share=0.0,
+        evidence=(),
+        advice="",
+        stragglers=(),
+        missing=(missing,),
+    )
