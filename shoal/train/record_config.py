@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from pydantic import Field, field_validator
+from typing import Annotated
+
+from pydantic import BeforeValidator, Field, field_validator
 
 from shoal.record import Destinations
 from shoal.train.section import Section
 from shoal.units import parse_steps
 
 __all__ = ["RecordConfig"]
+
+
+_Text = Annotated[str, BeforeValidator(lambda given: str(given) if isinstance(given, int) else given)]
 
 
 class RecordConfig(Section):
@@ -24,11 +29,11 @@ class RecordConfig(Section):
     """Project of Weights & Biases that values are logged to too (extra `wandb`)."""
     mlflow: str = ""
     """Tracking server of MLflow, or file:FOLDER, that values are logged to too (extra `mlflow`)."""
-    prometheus: str = ""
+    prometheus: _Text = ""
     """Port of an endpoint for Prometheus, which only this host reaches; or HOST:PORT."""
     opentelemetry: str = ""
     """Collector that values are sent to too, such as http://127.0.0.1:4318 (extra `otel`)."""
-    profile: str = ""
+    profile: _Text = ""
     """Steps whose trace torch.profiler writes into the run's profile/, such as 100:105."""
     profile_memory: bool = False
     """Whether the history of a GPU's memory is kept in these steps too."""
