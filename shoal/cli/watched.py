@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -161,7 +162,7 @@ class WatchedRun:
         try:
             values = json.loads(line)
             step = int(values["step"])
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, OverflowError):
             self._unread += bool(line.strip())
             return
         numbers = {name: number for name, value in values.items() if (number := _number(value)) is not None}
@@ -235,8 +236,8 @@ class _FollowedRank:
                 if "timeline" in fields:
                     self._begin(fields)
                 elif self.origin is not None:
-                    self._spans.append(parse_span(fields, rank=self._rank, offset=0.0))
-            except (ValueError, TypeError, KeyError, AttributeError):
+                    self._take(parse_span(fields, rank=self._rank, offset=0.0))
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
                 self.unread += bool(line.strip())
         self._forget()
         return bool(lines)
@@ -247,6 +248,11 @@ class _FollowedRank:
         if offset == 0:
             return self._spans
         return [_later(span, offset) for span in self._spans]
+
+    def _take(self, span: Span) -> None:
+        if not (math.isfinite(span.start) and 0 <= span.duration < math.inf):
+            raise ValueError("a time is not a number")
+        self._spans.append(span)
 
     def _begin(self, header: Mapping[str, Any]) -> None:
         """Begin anew: a process that starts again has a clock of its own."""

@@ -152,7 +152,6 @@ class _Execution:
         first, say = number - world.rank, self._live.say
         recorder = open_run_recorder(record, self._run, number, first, device, marks, say)
         self._recorder = recorder
-        self._loggers = open_loggers(record, self._run, world.rank == 0, say)
         self._profiling = open_profiling(record, self._run, number, device, marks, self._say)
         memory = self._run.memory_file(self._number) if self._config.record.memory else None
         self._memory = MemoryRecord(memory, self._number, self._say)
@@ -190,6 +189,7 @@ class _Execution:
             self._coordinator,
             self._say,
         )
+        self._loggers = open_loggers(record, self._run, world.rank == 0, say)
         self._compiling = Compiling(self._say)
 
     def run(self, stop: StopSignal) -> int:
