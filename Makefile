@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # Tests start many Python processes: without bytecode, each of them compiles Shoal anew.
 TESTING := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
-EXTRAS := datasets,dev,docs,hf,lora,parquet,tensorboard,web
+EXTRAS := datasets,dev,docs,hf,lora,mlflow,otel,parquet,tensorboard,wandb,watch,web
 AXE := axe-core@4.14.1
 
 # Where PyPI has torch for CUDA alone, as on Linux on x86-64, this venv takes 5 GB.

@@ -15,7 +15,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("simulate",),
     ("diagnosis", "replay"),
     ("planner",),
-    ("validate", "doctor", "hang"),
+    ("validate", "compare", "advise", "doctor", "hang"),
     ("collectives",),
     ("models", "data", "record"),
     ("trace", "bench"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["format_bytes", "format_count", "format_seconds", "parse_bytes", "parse_count"]
+__all__ = ["format_bytes", "format_count", "format_seconds", "parse_bytes", "parse_count", "parse_steps"]
 
 _BINARY = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _DECIMAL = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -64,6 +64,24 @@ def format_count(count: float) -> str:
         if count >= scale:
             return f"{count / scale:.3g} {unit}"
     return f"{count:.3g}"
+
+
+def parse_steps(text: str) -> tuple[int, int]:
+    """Reads "100:105" or "100": the first and the last of some steps.
+
+    >>> parse_steps("100:105"), parse_steps("7")
+    ((100, 105), (7, 7))
+
+    Raises:
+        ValueError: The text names no steps.
+    """
+    first, colon, last = text.strip().partition(":")
+    if not (first.isdecimal() and (last.isdecimal() or not colon)):
+        raise ValueError(f"{text!r} names no steps; write FIRST:LAST, such as 100:105, or one number")
+    steps = int(first), int(last or first)
+    if steps[0] > steps[1]:
+        raise ValueError(f"{text!r} ends before it begins; write FIRST:LAST, such as 100:105")
+    return steps
 
 
 def parse_count(text: str) -> float:

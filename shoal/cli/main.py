@@ -15,11 +15,11 @@ from shoal.errors import ShoalError, WorkerError
 __all__ = ["main"]
 
 _COMMANDS = (
-    *("train", "sample", "report", "check", "schedule", "plan", "scale", "simulate", "checkpoint", "bench"),
-    *("aggregate", "cluster", "probe", "calibrate", "validate", "export", "memory", "web", "doctor", "hang"),
-    "completion",
+    *("train", "sample", "report", "watch", "web", "compare", "advise", "what-if", "check", "schedule"),
+    *("plan", "scale", "simulate", "checkpoint", "bench", "aggregate", "cluster", "probe", "calibrate"),
+    *("validate", "export", "memory", "doctor", "hang", "completion"),
 )
-"""Each is also the name of its module."""
+"""Each is also the name of its module, with `_` for `-`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,7 +70,7 @@ def _add_commands(commands: argparse._SubParsersAction, arguments: Sequence[str]
     is_enough = first in _COMMANDS and first != "completion"
     gc.disable()  # a collection goes through all modules, and finds nothing
     for command in [first] if is_enough else _COMMANDS:
-        import_module(f"shoal.cli.{command}").add_parser(commands)
+        import_module(f"shoal.cli.{command.replace('-', '_')}").add_parser(commands)
     gc.enable()
 
 

@@ -39,7 +39,7 @@ from shoal.simulate import (
     stage_times,
 )
 from shoal.timeline import Breakdown, Timeline, explain, named_collectives, write_chrome_trace
-from shoal.units import format_count
+from shoal.units import format_count, parse_steps
 
 __all__ = ["add_parser", "run", "summarise"]
 
@@ -66,6 +66,15 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--trace", metavar="FILE", type=Path, help="also write the timeline for Perfetto or chrome://tracing"
     )
     parser.add_argument(
+        "--steps", metavar="FIRST:LAST", help="with --trace: only these steps, such as 100:105"
+    )
+    parser.add_argument(
+        "--parquet",
+        metavar="DIR",
+        type=Path,
+        help="also write spans.parquet and metrics.parquet into this folder (extra `parquet`)",
+    )
+    parser.add_argument(
         "--cluster",
         metavar="CLUSTER",
         help="also compare with a prediction for these machines, such as a file of `shoal probe` "
@@ -84,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
         UserError: The trace cannot be written.
         ShoalError: A file of the run is malformed.
     """
+    steps = _steps(args)
     opened = Run.open(args.path)
     timeline = measured_timeline(opened)
     breakdown = explain(timeline) if timeline.steps() else None
@@ -97,9 +107,59 @@ def run(args: argparse.Namespace) -> int:
         if args.collectives:
             summary["each_collective"] = [asdict(each) for each in named_collectives(timeline)]
     if args.trace is not None:
-        _write_trace(opened, timeline, args.rank, args.trace)
+        shown = timeline if steps is None else _only(steps, timeline, opened)
+        _write_trace(opened, shown, args.rank, args.trace)
+    if args.parquet is not None:
+        from shoal.cli.parquet import write_parquet
+
+        folder = args.parquet
+        write_file("tables", folder, "--parquet", lambda folder: write_parquet(opened, timeline, folder))
     print(json.dumps(summary, indent=2) if args.json else _text(summary))
     return 0
+
+
+def _steps(args: argparse.Namespace) -> tuple[int, int] | None:
+    """Return the first and the last step of --steps, if it is given.
+
+    Raises:
+        UserError: It cannot be read, or there is no --trace.
+    """
+    if args.steps is None:
+        return None
+    try:
+        steps = parse_steps(args.steps)
+    except ValueError as error:
+        raise UserError(
+            f"--steps {args.steps} was given",
+            possible="FIRST:LAST, such as 100:105, or one number",
+            change="correct --steps",
+        ) from error
+    if args.trace is None:
+        raise UserError(
+            "--steps was given without --trace",
+            possible="--trace FILE with --steps",
+            change="add --trace FILE, or leave out --steps",
+        )
+    return steps
+
+
+def _only(steps: tuple[int, int], timeline: Timeline, run: Run) -> Timeline:
+    """Return the spans of some steps, from the first start on any rank to the last end."""
+    recorded = timeline.steps()
+    found = [
+        span
+        for rank in timeline.ranks
+        for index in recorded
+        if steps[0] <= index <= steps[1] and (span := timeline.step(rank, index)) is not None
+    ]
+    if not found:
+        among = f"steps {recorded[0]} to {recorded[-1]}, or some of them" if recorded else "none"
+        raise RunError(
+            f"{run.path} has no recorded step from {steps[0]} to {steps[1]}",
+            possible=f"what it recorded: {among}",
+            change="give other --steps",
+        )
+    return timeline.window(min(span.start for span in found), max(span.stop for span in found))
 
 
 def _predicted(run: Run, cluster: str | None, measured: Timeline) -> dict[str, Any]:

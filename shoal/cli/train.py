@@ -17,6 +17,7 @@ from shoal.values import encode
 
 if TYPE_CHECKING:
     from shoal.launch import Elasticity, Nursery, World
+    from shoal.run import Run
     from shoal.train import Job
 
 __all__ = ["add_parser", "run"]
@@ -81,10 +82,21 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "the newest",
     )
     parser.add_argument(
+        "--advice",
+        action="store_true",
+        help="with --resume: first make the change of `shoal advise` that is predicted to gain most",
+    )
+    parser.add_argument(
         "--join",
         metavar="RUN",
         type=Path,
         help="add a worker to a run with parameter servers that goes on; it takes the run's configuration",
+    )
+    parser.add_argument(
+        "--profile",
+        metavar="FIRST:LAST",
+        help="steps that torch.profiler traces into the run's profile/; short for --set "
+        "record.profile=FIRST:LAST. SIGUSR2 to this command traces the next five steps",
     )
     parser.set_defaults(run=run)
 
@@ -243,6 +255,30 @@ def _joining_job(path: Path) -> Job:
     return Job(config=config, plan=plan, path=path, resume=None, joins=True)
 
 
+def _advised(args: argparse.Namespace, run: Run | None) -> tuple[str, ...]:
+    """Return the settings that --advice asks for; empty without it, or if nothing is faster.
+
+    Raises:
+        RunError: There is no run to resume, or it has nothing to advise on.
+    """
+    if not args.advice:
+        return ()
+    from shoal.cli.advise import advice_on
+
+    if run is None:
+        raise RunError(
+            "--advice was given, and no run is resumed",
+            possible="--resume with a run that recorded its timeline",
+            change="add --resume, or leave out --advice",
+        )
+    best = next((each for each in advice_on(run, args.cluster) if each.settings and not each.is_bound), None)
+    if best is None:
+        print("advice: nothing is predicted to be faster; the run goes on as it was", file=sys.stderr)
+        return ()
+    print(f"advice: {best.change} {best.gain:.1%} less time a step are predicted.", file=sys.stderr)
+    return best.settings
+
+
 def _job(args: argparse.Namespace, ranks: int | None) -> Job:
     """Return the job of the command line, for the ranks that are there; None if ranks must be started."""
     from shoal.train import (
@@ -261,8 +297,13 @@ def _job(args: argparse.Namespace, ranks: int | None) -> Job:
         return _joining_job(args.join)
     resume = find_resume(args.resume, args.directory)
     before = resume.run.description if resume is not None else {}
-    named = {"plan": args.plan, "cluster": args.cluster}
-    settings = [*args.settings, *(f'{key}="{value}"' for key, value in named.items() if value is not None)]
+    advised = _advised(args, None if resume is None else resume.run)
+    named = {"plan": args.plan, "cluster": args.cluster, "record.profile": args.profile}
+    settings = [
+        *advised,
+        *args.settings,
+        *(f'{key}="{value}"' for key, value in named.items() if value is not None),
+    ]
     config = located(load_config(args.config, settings, before.get("config")), before.get("config"))
     config = with_classes(config)
     if ranks is None:

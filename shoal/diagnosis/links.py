@@ -85,7 +85,7 @@ def find_slow_links(
     for each in slow:
         by_group.setdefault(each.group, []).append(each)
     cost = sum(each.exposed for each in slow)
-    if cost < policy.late * wall:
+    if cost < policy.late_link * wall:
         return []
     return [_link(ranks, slow, wall, len(steps), steps) for ranks in [_at_fault(list(by_group), normal)]]
 

@@ -30,6 +30,7 @@ from shoal.timeline.windows import StepWindows
 
 __all__ = ["OwnWork", "StepWork", "own_work"]
 
+_NAMED = (Kind.WAIT, Kind.COLLECTIVE, Kind.VALIDATION, Kind.CHECKPOINT)
 _COPIED = "inputs"
 """The name of a data wait for a copy."""
 
@@ -139,13 +140,13 @@ def _step(window: Interval, spans: Sequence[Span], before: float) -> StepWork:
 
 
 def _between(windows: StepWindows, spans: Sequence[Span]) -> dict[int, float]:
-    """Return the seconds between each step and the one before, without communication."""
+    """Return the seconds between each step and the one before, without what has spans of its own."""
     gaps = {
         index: (windows[index - 1][1], start)
         for index, (start, _) in windows.items()
         if index - 1 in windows and windows[index - 1][1] < start
     }
-    held = union((span.start, span.stop) for span in spans if span.kind in (Kind.WAIT, Kind.COLLECTIVE))
+    held = union((span.start, span.stop) for span in spans if span.kind in _NAMED)
     return {index: length(subtract([gap], held)) for index, gap in gaps.items()}
 
 

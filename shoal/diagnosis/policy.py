@@ -18,10 +18,12 @@ class Policy:
         late: Share of the step by which a rank's own work must exceed that of its peers, in the median step,
             to call the rank a persistent straggler.
         late_stage: The same share where no other rank does the same work, so that stages are compared.
+        late_link: Share of the step that slow transfers must cost together.
         late_step: Share of the step by which one step must exceed the rank's typical excess to be a late
             step.
         late_cost: Share of the window's time that late steps must cost together.
-        noise_cost: The same share where late steps are irregular, as the noise of a machine is.
+        noise_cost: The same share where late steps are irregular or fewer than three: a busy machine has
+            such steps too.
         certainty: Number of standard errors by which an excess must differ from zero.
         spike: Number of standard deviations by which a late step must differ from the typical step.
         held_up: Share of the excess in which other ranks must be idle, because this rank has not arrived.
@@ -40,13 +42,14 @@ class Policy:
     warm_up: int = 2
     fewest_steps: int = 20
     bottleneck: float = 0.10
-    late: float = 0.03
-    late_stage: float = 0.05
+    late: float = 0.05
+    late_stage: float = 0.08
+    late_link: float = 0.03
     late_step: float = 0.08
-    late_cost: float = 0.01
-    noise_cost: float = 0.05
-    certainty: float = 5.0
-    spike: float = 6.0
+    late_cost: float = 0.03
+    noise_cost: float = 0.06
+    certainty: float = 4.0
+    spike: float = 3.5
     held_up: float = 0.3
     explained: float = 0.6
     chance: float = 0.05

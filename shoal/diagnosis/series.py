@@ -9,7 +9,7 @@ from statistics import fmean, median
 __all__ = ["autocorrelation", "best_period", "deviation", "errors_from_zero", "runs_of"]
 
 _MAD_TO_SIGMA = 1.4826  # of a normal distribution
-_MEDIAN_TO_MEAN = 1.2533  # standard error of the median, over that of the mean
+_MIDMEAN_TO_MEAN = 1.09  # standard error of the middle half
 _MOST_AUTOCORRELATION = 0.9
 _SMALLEST_PERIOD = 2
 
@@ -21,11 +21,15 @@ def deviation(values: Sequence[float]) -> float:
 
 
 def errors_from_zero(values: Sequence[float]) -> float:
-    """Return the median in its standard errors; neighbours that are alike count as fewer values."""
+    """Return the mean of the middle half in its standard errors.
+
+    Neighbours that are alike count as fewer values.
+    """
     alike = min(max(autocorrelation(values, 1), 0.0), _MOST_AUTOCORRELATION)
     count = len(values) * (1 - alike) / (1 + alike)
-    error = _MEDIAN_TO_MEAN * deviation(values) / math.sqrt(max(count, 1.0))
-    middle = median(values)
+    error = _MIDMEAN_TO_MEAN * deviation(values) / math.sqrt(max(count, 1.0))
+    quarter = len(values) // 4
+    middle = fmean(sorted(values)[quarter : len(values) - quarter])
     return middle / error if error > 0 else math.copysign(math.inf, middle) if middle else 0.0
 
 
@@ -50,15 +54,17 @@ def best_period(values: Sequence[float]) -> tuple[int, float]:
         return 0, 0.0
     found = {lag: autocorrelation(values, lag) for lag in lags}
     most = max(found.values())
+    if most <= 0:
+        return 0, 0.0
     period = next(lag for lag in lags if found[lag] >= 0.8 * most)
     return period, found[period]
 
 
-def runs_of(positions: Sequence[int]) -> list[list[int]]:
-    """Return the runs of ascending positions that follow one another directly."""
+def runs_of(positions: Sequence[int], *, gap: int = 0) -> list[list[int]]:
+    """Return the runs of ascending positions that follow one another, with gaps of at most so many."""
     runs: list[list[int]] = []
     for position in positions:
-        if runs and runs[-1][-1] == position - 1:
+        if runs and position - runs[-1][-1] <= 1 + gap:
             runs[-1].append(position)
         else:
             runs.append([position])

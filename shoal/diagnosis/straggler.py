@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from statistics import fmean, median
 
 from shoal.diagnosis.cause import PHASES, Cause, Pattern
+from shoal.diagnosis.late_steps import LateSteps, late_steps
 from shoal.diagnosis.own_work import OwnWork
 from shoal.diagnosis.policy import Policy
-from shoal.diagnosis.series import best_period, deviation, errors_from_zero, runs_of
+from shoal.diagnosis.series import errors_from_zero
 
 __all__ = ["Straggler", "find_stragglers", "peers_of"]
 
-_FEWEST_LATE = 3  # times, to call them periodic
 _SURE_PHASE = 3.0  # standard errors, for forward and backward to be both slow
 
 
@@ -88,7 +88,10 @@ def find_stragglers(
     for rank in works:
         excess = _excess(works, rank, steps)
         held = [held_up[rank][step] for step in steps]
-        straggler = _persistent(excess, held, wall, policy) or _sometimes(excess, held, wall, policy)
+        late = late_steps(excess.total, held, wall, policy)
+        straggler = _persistent(excess, held, wall, late, policy)
+        if straggler is None and late is not None:
+            straggler = _sometimes(excess, held, wall, late, policy)
         if straggler is not None:
             found.append(straggler)
     return sorted(found, key=lambda each: -each.seconds)
@@ -119,55 +122,38 @@ def _excess(works: Mapping[int, OwnWork], rank: int, steps: Sequence[int]) -> _E
     return _Excess(rank, steps, phases, total, typical, bool(peers))
 
 
-def _persistent(excess: _Excess, held: Sequence[float], wall: float, policy: Policy) -> Straggler | None:
-    seconds = median(excess.total)
+def _persistent(
+    excess: _Excess, held: Sequence[float], wall: float, late: LateSteps | None, policy: Policy
+) -> Straggler | None:
+    """Return the straggler that is late in most steps, also in those that are not among its late steps."""
+    apart = set(late.positions) if late is not None and late.pattern != Pattern.PERSISTENT else set()
+    rest = [seconds for position, seconds in enumerate(excess.total) if position not in apart]
     share = policy.late if excess.has_peers else policy.late_stage
-    if seconds < share * wall or errors_from_zero(excess.total) < policy.certainty:
+    if len(rest) < len(excess.total) * (1 - policy.late_often) or median(rest) < share * wall:
         return None
-    if fmean(held) < policy.held_up * seconds:
+    seconds = median(excess.total)
+    if errors_from_zero(rest) < policy.certainty or fmean(held) < policy.held_up * seconds:
         return None
     phases = {cause: median(values) for cause, values in excess.phases.items()}
     cause = _cause(excess, phases, range(len(excess.steps)), policy) if excess.has_peers else Cause.STAGE
     return _straggler(excess, held, wall, cause, Pattern.PERSISTENT, None, range(len(held)), phases)
 
 
-def _sometimes(excess: _Excess, held: Sequence[float], wall: float, policy: Policy) -> Straggler | None:
+def _sometimes(
+    excess: _Excess, held: Sequence[float], wall: float, found: LateSteps, policy: Policy
+) -> Straggler:
     """Return the straggler that is late in some steps only."""
-    typical = median(excess.total)
-    least = max(policy.late_step * wall, policy.spike * deviation(excess.total))
-    late = [
-        position
-        for position, seconds in enumerate(excess.total)
-        if seconds - typical >= least and held[position] >= policy.held_up * (seconds - typical)
-    ]
-    cost = sum(excess.total[position] - typical for position in late)
-    if not late or cost < policy.late_cost * wall * len(held):
-        return None
+    late = found.positions
     phases = {
         cause: fmean(values[position] for position in late) - median(values)
         for cause, values in excess.phases.items()
     }
-    pattern, period = _pattern(excess.total, late, policy)
-    if pattern == Pattern.IRREGULAR and cost < policy.noise_cost * wall * len(held):
-        return None
     cause = _cause(excess, phases, late, policy)
-    if cause in excess.typical and pattern != Pattern.PERIODIC:
+    if cause in excess.typical and found.pattern != Pattern.PERIODIC:
         share = excess.typical[cause] / max(sum(excess.typical.values()), 1e-12)
         if share ** len(late) > policy.chance:
             cause = Cause.MACHINE
-    return _straggler(excess, held, wall, cause, pattern, period, late, phases)
-
-
-def _pattern(total: Sequence[float], late: Sequence[int], policy: Policy) -> tuple[Pattern, int | None]:
-    runs = runs_of(late)
-    if len(late) >= policy.late_often * len(total):
-        return Pattern.PERSISTENT, None
-    if len(runs) >= _FEWEST_LATE:
-        period, strength = best_period(total)
-        if strength >= policy.periodic:
-            return Pattern.PERIODIC, period
-        return Pattern.IRREGULAR, None
-    return (Pattern.ONCE, None) if len(runs) == 1 else (Pattern.IRREGULAR, None)
+    return _straggler(excess, held, wall, cause, found.pattern, found.period, late, phases)
 
 
 def _cause(excess: _Excess, phases: Mapping[Cause, float], late: Sequence[int], policy: Policy) -> Cause:

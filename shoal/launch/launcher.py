@@ -48,7 +48,7 @@ OUTCOMES = "SHOAL_OUTCOMES"
 """Environment variable: the folder where a rank that `launch` started leaves its outcome."""
 
 TERMINAL = "SHOAL_TERMINAL"
-"""Environment variable: set if a rank's stderr is passed on to a terminal."""
+"""Environment variable: the columns of the terminal that a rank's stderr is passed on to, if it is one."""
 
 _LOOK = 0.05  # seconds between checks for ended ranks
 _SETTLE = 0.5  # seconds for ranks to end by themselves when they fail because of the first failure
@@ -148,6 +148,9 @@ def _wait_for_end(
             if number == signal.SIGTSTP:
                 stop_until_continued(processes)
                 continue
+            if number == signal.SIGUSR2:  # a profile is asked for
+                processes.signal(number)
+                continue
             # Ranks obey SIGTERM and Ctrl-C. If the terminal closes, training must not be lost.
             processes.signal(signal.SIGTERM if number == signal.SIGHUP else number)
             if first is None:
@@ -219,7 +222,7 @@ def signals_noted() -> Iterator[list[signal.Signals]]:
     def note(number: int, frame: FrameType | None) -> None:
         received.append(signal.Signals(number))
 
-    heeded = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGTSTP)
+    heeded = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGTSTP, signal.SIGUSR2)
     before = {number: signal.getsignal(number) for number in heeded}
     before = {number: action for number, action in before.items() if action != signal.SIG_IGN}
     for number in before:
@@ -242,6 +245,12 @@ def store_on_loopback() -> Iterator[TCPStore]:
     yield TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
     )
+
+
+def _terminal() -> dict[str, str]:
+    if not sys.stderr.isatty():
+        return {}
+    return {TERMINAL: str(os.get_terminal_size(sys.stderr.fileno()).columns or 80)}
 
 
 def rank_environment(
@@ -269,7 +278,7 @@ def rank_environment(
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # for torch: the store exists, rank 0 does not serve one
         OUTCOMES: folder,
         LEDGERS: folder,
-        **({TERMINAL: "1"} if sys.stderr.isatty() else {}),
+        **_terminal(),
         "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS") or str(threads),
         # Ranks on one machine need no name service and no network but loopback.
         "GLOO_SOCKET_IFNAME": environment.get("GLOO_SOCKET_IFNAME") or "lo",

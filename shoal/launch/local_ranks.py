@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import final
 
 from shoal.launch.nursery import ForkedRank, Nursery
-from shoal.launch.output import RankLog, pass_on
+from shoal.launch.output import NamedLines, RankLog, pass_on
 
 __all__ = ["LocalRanks"]
 
@@ -100,9 +100,9 @@ class LocalRanks:
         for key, _ in self._outputs.select(seconds):
             data = os.read(key.fd, _AT_ONCE)
             if data:
-                descriptor, log = key.data
+                descriptor, log, lines = key.data
                 log.write(data)
-                pass_on(data, descriptor)
+                pass_on(lines.take(data), descriptor)
             else:
                 self._close_output(key)
 
@@ -111,12 +111,15 @@ class LocalRanks:
         process = _start(self._command, environment, (pipes[0][1], pipes[1][1]), self._nursery)
         for descriptor, (reading, writing) in enumerate(pipes, start=1):
             os.close(writing)
-            told = descriptor, self._logs[rank]
+            lines = NamedLines(rank, overwrites=os.isatty(descriptor))
+            told = descriptor, self._logs[rank], lines
             self._outputs.register(os.fdopen(reading, "rb"), selectors.EVENT_READ, told)
         return process
 
     def _close_output(self, key: selectors.SelectorKey) -> None:
         self._outputs.unregister(key.fileobj)
+        descriptor, _, lines = key.data
+        pass_on(lines.end(), descriptor)
         assert not isinstance(key.fileobj, int)
         key.fileobj.close()  # type: ignore[attr-defined]
 

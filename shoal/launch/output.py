@@ -11,8 +11,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO, cast, final
 
-__all__ = ["RankLog", "keep_output", "pass_on"]
+__all__ = ["NamedLines", "RankLog", "keep_output", "pass_on"]
 
+_LONGEST = 1 << 20  # bytes of a line
 _OVERWRITE = b"\r\x1b[K"  # beginning of a line of progress that a terminal overwrites
 
 
@@ -27,9 +28,13 @@ class RankLog:
         directory: The `log/` of a run; None to keep nothing.
         rank: The global rank.
         ranks: Number of ranks.
+
+    Attributes:
+        rank: The global rank.
     """
 
     def __init__(self, directory: Path | None, rank: int, ranks: int) -> None:
+        self.rank = rank
         self._directory = directory
         self._path = Path() if directory is None else directory / f"rank-{rank:05d}.log"
         self._held = f"--- {datetime.now():%Y-%m-%d %H:%M:%S}, rank {rank} of {ranks}\n".encode()
@@ -49,6 +54,37 @@ class RankLog:
                 with self._path.open("ab") as file:
                     file.write(self._held.replace(_OVERWRITE, b"\n"))
                 self._held = b""
+
+
+@final
+class NamedLines:
+    """The output of a rank as it goes into the stream of all ranks.
+
+    Rank 0 speaks for the run: its output is passed on as it comes. Each line of another rank is passed on
+    whole, with the rank's number before it, so that lines of different ranks never mix.
+
+    Args:
+        rank: The global rank.
+        overwrites: Whether the stream is a terminal, on which rank 0 may have an unfinished line.
+    """
+
+    def __init__(self, rank: int, *, overwrites: bool) -> None:
+        self._before = b"" if rank == 0 else (_OVERWRITE if overwrites else b"") + f"[rank {rank}] ".encode()
+        self._torn = b""
+
+    def take(self, data: bytes) -> bytes:
+        """Return what is to be passed on, now that the rank has written this."""
+        if not self._before:
+            return data
+        whole, newline, rest = (self._torn + data).rpartition(b"\n")
+        if len(rest) > _LONGEST:  # without an end: pass on what is there
+            whole, newline, rest = whole + newline + rest, b"\n", b""
+        self._torn = rest
+        return b"".join(self._before + line + b"\n" for line in whole.split(b"\n")) if newline else b""
+
+    def end(self) -> bytes:
+        """Return the rest of the output, now that the rank writes no more."""
+        return self.take(b"\n") if self._torn else b""
 
 
 def pass_on(data: bytes, descriptor: int) -> None:

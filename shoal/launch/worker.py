@@ -28,6 +28,7 @@ class StopSignal:
         self.received: signal.Signals | None = None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until there are steps that it asks to profile
 
     def heed(self) -> None:
         """Only record signals from now on; the work checks `received`."""

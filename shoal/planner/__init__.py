@@ -5,6 +5,7 @@
 `Space`. Called by `shoal plan`, `shoal scale` and `shoal train --plan auto`.
 """
 
+from shoal.planner.bucket import ALL_SIZES
 from shoal.planner.candidate import Candidate
 from shoal.planner.choose import OBJECTIVES, Choice, choose
 from shoal.planner.configuration import configuration
@@ -19,12 +20,15 @@ from shoal.planner.exchange import (
     expected,
 )
 from shoal.planner.explanation import Explanation
+from shoal.planner.neighbours import changed
+from shoal.planner.proportion import in_proportion
 from shoal.planner.scale import Point, Scaling, scale
 from shoal.planner.search import Ranking, Search
 from shoal.planner.space import Degrees, Space
 from shoal.planner.unequal import Slower, Unequal
 
 __all__ = [
+    "ALL_SIZES",
     "DENSE",
     "OBJECTIVES",
     "Candidate",
@@ -43,9 +47,11 @@ __all__ = [
     "Tried",
     "Unequal",
     "candidates",
+    "changed",
     "choose",
     "configuration",
     "exchange_of",
     "expected",
+    "in_proportion",
     "scale",
 ]

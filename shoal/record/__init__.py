@@ -7,31 +7,36 @@ Nouns: Recorder (spans, one file a rank), Logger (values of a step, one rank). T
 """
 
 from shoal.record.append import AppendFile
+from shoal.record.destinations import Destinations, QueuedLogger
 from shoal.record.device import DeviceEvents
 from shoal.record.device_recorder import DeviceRecorder
 from shoal.record.device_span import SpanBeside
 from shoal.record.live_storages import LiveStorages, MappedFiles, spanned
-from shoal.record.metrics import Logger, Loggers, MetricsWriter, TensorBoardLogger
+from shoal.record.logger import Logger
+from shoal.record.marks import Marks
+from shoal.record.metrics import Loggers, MetricsWriter
 from shoal.record.opening import open_recorder
 from shoal.record.recorder import NullRecorder, OpenSpan, Recorder, SpanRecorder
 from shoal.record.shifted import ShiftedRecorder
 
 __all__ = [
     "AppendFile",
+    "Destinations",
     "DeviceEvents",
     "DeviceRecorder",
     "LiveStorages",
     "Logger",
     "Loggers",
     "MappedFiles",
+    "Marks",
     "MetricsWriter",
     "NullRecorder",
     "OpenSpan",
+    "QueuedLogger",
     "Recorder",
     "ShiftedRecorder",
     "SpanBeside",
     "SpanRecorder",
-    "TensorBoardLogger",
     "open_recorder",
     "spanned",
 ]

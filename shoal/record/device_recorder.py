@@ -21,6 +21,7 @@ from shoal.record.device import DeviceEvents
 from shoal.record.device_clock import DeviceClock
 from shoal.record.device_span import DeviceSpan, Recording, SpanBeside
 from shoal.record.holding import Holding
+from shoal.record.marks import Marks
 from shoal.record.recorder import DROPPED, FileRecorder, OpenSpan, step_is_kept
 from shoal.record.span_file import SpanFile
 from shoal.timeline.span import Kind, Lane
@@ -43,6 +44,7 @@ class DeviceRecorder(FileRecorder):
         rank: The global rank.
         events: The events of the device.
         say: Called with a report of what cannot be recorded, one line.
+        marks: See `FileRecorder`.
     """
 
     def __init__(
@@ -52,11 +54,12 @@ class DeviceRecorder(FileRecorder):
         events: DeviceEvents,
         *,
         say: Callable[[str], object] = warnings.warn,
+        marks: Marks | None = None,
     ) -> None:
         self._say = say
         self._file = SpanFile(path, rank, say)
         self._recording = Recording(events, DeviceClock(events), Holding(events))
-        super().__init__(partial(DeviceSpan, self._recording))
+        super().__init__(partial(DeviceSpan, self._recording), marks)
         self._has_failed = False
 
     def open_beside(

@@ -1,33 +1,17 @@
-"""Loggers: receivers of the values of a step, such as its loss."""
+"""The metrics file of a run, and several loggers as one."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, final
+from typing import final
 
-from shoal.errors import MissingExtraError
 from shoal.record.append import AppendFile
+from shoal.record.logger import Logger
 from shoal.run.metrics import metrics_line
 
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
-__all__ = ["Logger", "Loggers", "MetricsWriter", "TensorBoardLogger"]
-
-
-class Logger(ABC):
-    """A receiver of the values of steps. One rank has one."""
-
-    @abstractmethod
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take values of a step, by name; a step may come more than once, with other names."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Write what is still buffered."""
+__all__ = ["Loggers", "MetricsWriter"]
 
 
 @final
@@ -49,40 +33,6 @@ class MetricsWriter(Logger):
     def close(self) -> None:
         """See `Logger.close`."""
         self._file.close()
-
-
-@final
-class TensorBoardLogger(Logger):
-    """Write scalars for TensorBoard. Raises TensorBoard's errors; `Loggers` keeps these from the run.
-
-    Args:
-        directory: Directory of the event files; made at the first value.
-
-    Raises:
-        MissingExtraError: The package tensorboard is not installed.
-    """
-
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise MissingExtraError(
-                "writing TensorBoard scalars", package="tensorboard", extra="tensorboard"
-            ) from error
-        self._make_writer = lambda: SummaryWriter(os.fspath(directory))
-        self._writer: SummaryWriter | None = None
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """See `Logger.log`."""
-        if self._writer is None:
-            self._writer = self._make_writer()
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        """See `Logger.close`."""
-        if self._writer is not None:
-            self._writer.close()
 
 
 @final

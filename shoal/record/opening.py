@@ -10,6 +10,7 @@ import torch
 
 from shoal.record.cuda import CudaEvents
 from shoal.record.device_recorder import DeviceRecorder
+from shoal.record.marks import Marks
 from shoal.record.recorder import Recorder, SpanRecorder
 
 __all__ = ["open_recorder"]
@@ -21,6 +22,7 @@ def open_recorder(
     device: torch.device,
     *,
     say: Callable[[str], object] = warnings.warn,
+    marks: Marks | None = None,
 ) -> Recorder:
     """Return the recorder of a rank: by a CUDA device's events, by the host's clock on other devices.
 
@@ -29,7 +31,8 @@ def open_recorder(
         rank: The global rank.
         device: The device on which the rank computes.
         say: Called with the report of a failure to record, one line.
+        marks: Marks to make with each span.
     """
     if device.type == "cuda":
-        return DeviceRecorder(path, rank, CudaEvents(device), say=say)
-    return SpanRecorder(path, rank, say=say)
+        return DeviceRecorder(path, rank, CudaEvents(device), say=say, marks=marks)
+    return SpanRecorder(path, rank, say=say, marks=marks)

@@ -23,6 +23,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, final
 
+from shoal.record.marks import Marked, Marks
 from shoal.record.span_file import Fields, SpanFile
 from shoal.timeline.span import Kind, Lane
 
@@ -110,10 +111,12 @@ class FileRecorder(Recorder):
 
     Args:
         new_span: Makes a span from its kind, lane, name, bytes, group and purpose.
+        marks: Marks to make with each span of `span`, also with those that are dropped.
     """
 
-    def __init__(self, new_span: Callable[..., Any]) -> None:
+    def __init__(self, new_span: Callable[..., Any], marks: Marks | None = None) -> None:
         self._new_span = new_span
+        self._marks = Marks() if marks is None else marks
         self._in_dropped_step = False
 
     def span(
@@ -127,10 +130,12 @@ class FileRecorder(Recorder):
         purpose: str = "",
     ) -> AbstractContextManager[None]:
         """See `Recorder.span`."""
-        if self._in_dropped_step:
-            return DROPPED
-        span: AbstractContextManager[None] = self._new_span(kind, lane, name, bytes, group, purpose)
-        return span
+        span: AbstractContextManager[None] = (
+            DROPPED if self._in_dropped_step else self._new_span(kind, lane, name, bytes, group, purpose)
+        )
+        if self._marks.new is None:
+            return span
+        return Marked(span, self._marks.new(f"{kind} {name}".rstrip()))
 
     def open(
         self,
@@ -158,13 +163,19 @@ class SpanRecorder(FileRecorder):
         path: The timeline file of the rank; a resumed run appends to it.
         rank: The global rank.
         say: Called with the report of a failure to write, one line.
+        marks: See `FileRecorder`.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], rank: int, *, say: Callable[[str], object] = warnings.warn
+        self,
+        path: str | os.PathLike[str],
+        rank: int,
+        *,
+        say: Callable[[str], object] = warnings.warn,
+        marks: Marks | None = None,
     ) -> None:
         self._file = SpanFile(path, rank, say)
-        super().__init__(partial(_TimedSpan, self._file.spans.append))
+        super().__init__(partial(_TimedSpan, self._file.spans.append), marks)
 
     def step(self, index: int) -> AbstractContextManager[None]:
         """See `Recorder.step`."""

@@ -1,12 +1,29 @@
 """Replay: a measured Timeline as a graph of work and collectives, played again with changes.
 
-Nouns: Graph (programs of `Work`, `Arrive` and `Await`, joined by `Collective`), Played. `graph_of` makes the
-    graph of a Timeline, `play` gives the times. `shoal what-if` and tests of verdicts use it. Imports no
-    torch.
+Nouns: Graph (programs of `Work`, `Arrive` and `Await`, joined by `Collective`), Played, WhatIf. `graph_of`
+    makes the graph of a Timeline, `play` gives the times, `what_if` replays it without this and that, and
+    `critical_path` says what bounds it. Imports no torch.
 """
 
+from shoal.replay.critical_path import OnPath, critical_path
 from shoal.replay.graph import Arrive, Await, Collective, Event, Graph, Work
 from shoal.replay.measured import graph_of
 from shoal.replay.play import Played, play
+from shoal.replay.what_if import Saving, WhatIf, what_if
 
-__all__ = ["Arrive", "Await", "Collective", "Event", "Graph", "Played", "Work", "graph_of", "play"]
+__all__ = [
+    "Arrive",
+    "Await",
+    "Collective",
+    "Event",
+    "Graph",
+    "OnPath",
+    "Played",
+    "Saving",
+    "WhatIf",
+    "Work",
+    "critical_path",
+    "graph_of",
+    "play",
+    "what_if",
+]

@@ -8,6 +8,7 @@ checkpoints/step-*/     saved states
 servers/server-*.jsonl  what each parameter server applied, with its staleness
 decisions.jsonl         what exchange=auto, or the guard of stale gradients, decided, with reasons
 doctor/HOST.json        what each host looked like when the run started
+alive                   locked while the run goes on: see `shoal.run.alive`
 members.jsonl           ranks that were lost and came while others trained, with the time and the reason
 log/                    what each rank of a local run printed, and what loggers write
 log/hang/               after a hang: the calls and stacks of each rank, and the verdict
@@ -139,6 +140,11 @@ class Run:
     def metrics_file(self) -> Path:
         """Return the file of the metrics; absent until the first step."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def alive_file(self) -> Path:
+        """Return the file that is locked while the run goes on."""
+        return self.path / "alive"
 
     @property
     def timeline(self) -> Path:

@@ -16,9 +16,9 @@ from typing import Any
 
 from shoal.errors import ShoalError
 
-__all__ = ["json_number", "metrics_line", "read_metrics"]
+__all__ = ["NOT_FINITE", "json_number", "metrics_line", "read_metrics"]
 
-_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def metrics_line(step: int, values: Mapping[str, float]) -> str:
@@ -65,4 +65,4 @@ def json_number(value: float) -> float | str:
 
 
 def _readable(value: Any) -> Any:
-    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+    return NOT_FINITE.get(value, value) if isinstance(value, str) else value

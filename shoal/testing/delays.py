@@ -7,15 +7,23 @@ ranks wait for it at their collectives, buckets overlap with backward, and pipel
 
 from __future__ import annotations
 
+import csv
+import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Self
 
 from shoal.diagnosis import Cause
+from shoal.diagnosis.cause import PHASES
+from shoal.diagnosis.own_work import own_work
 from shoal.plan.schedules import Work as Action
 from shoal.plan.schedules import make
 from shoal.replay import Arrive, Await, Collective, Event, Graph, Work, play
 from shoal.timeline import Kind, Lane, Purpose, Span, Timeline
+from shoal.timeline.windows import StepWindows
 
 __all__ = ["Delay", "Jitter", "Layout", "delayed_timeline"]
 
@@ -37,6 +45,7 @@ _KINDS = {
     Cause.OPTIMIZER: (Kind.OPTIMIZER, ""),
     Cause.OUTSIDE: (Kind.OTHER, ""),
 }
+_AROUND = 20  # steps before and after, for the typical step
 _BUCKETS = 4
 _BLOCKS = 4
 _MICROBATCHES = 4
@@ -87,6 +96,44 @@ class Jitter:
     """How phases vary: for each recorded rank, the ratio of each phase to its median, step by step."""
 
     series: Sequence[Sequence[Mapping[Cause, float]]]
+
+    @classmethod
+    def of(cls, timeline: Timeline, *, warm_up: int = 5) -> Self:
+        """Return the jitter of a recorded run.
+
+        Ratios are to the median of the steps around, so that slow drift of the machine, which all ranks of a
+        run share, is left out. Copies vary as forward does, since CPUs make none.
+        """
+        series = []
+        for rank in timeline.ranks:
+            steps = own_work(timeline, StepWindows(timeline, rank), rank).steps
+            seconds = [steps[index].seconds for index in sorted(steps)[warm_up:]]
+            ratios = []
+            for position, each in enumerate(seconds):
+                around = seconds[max(position - _AROUND, 0) : position + _AROUND + 1]
+                typical = {cause: median(other[cause] for other in around) for cause in PHASES}
+                ratios.append({cause: each[cause] / typical[cause] for cause in PHASES if typical[cause] > 0})
+            series.append([{**each, Cause.COPY: each[Cause.FORWARD]} for each in ratios])
+        return cls(series)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Self:
+        """Read the ratios of one or more ranks from a CSV file, as `write` made it."""
+        series: dict[str, list[Mapping[Cause, float]]] = {}
+        with Path(path).open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                rank = row.pop("rank")
+                series.setdefault(rank, []).append({Cause(name): float(value) for name, value in row.items()})
+        return cls(list(series.values()))
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Write the ratios as a CSV file: a row a step, a column a phase."""
+        with Path(path).open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(["rank", *PHASES])
+            for rank, steps in enumerate(self.series):
+                for step in steps:
+                    writer.writerow([rank, *(f"{step.get(cause, 1.0):.4g}" for cause in PHASES)])
 
     def draw(self, randomness: random.Random, steps: int) -> list[Mapping[Cause, float]]:
         """Return the ratios of consecutive steps of a recorded rank, from a random one on, in a circle."""

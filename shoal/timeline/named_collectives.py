@@ -20,7 +20,7 @@ from shoal.timeline.span import Kind, Lane, Span
 from shoal.timeline.timeline import Timeline
 from shoal.timeline.windows import StepWindows
 
-__all__ = ["NamedCollective", "named_collectives"]
+__all__ = ["NamedCollective", "named_collectives", "one_after_another"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ def named_collectives(timeline: Timeline) -> list[NamedCollective]:
                 started[arrival.step].append(arrival)
         for index, of_step in started.items():
             occupied = _occupied(spans[index])
-            for span, under_way in _one_after_another(of_step):
+            for span, under_way in one_after_another(of_step):
                 each = found.setdefault(span.name, _Found())
                 each.spans.append(span)
                 each.seconds += length(under_way)
@@ -108,7 +108,7 @@ def _occupied(spans: Sequence[Span]) -> Intervals:
     return union(compute + moments((Kind.DATA_WAIT, Kind.BUBBLE)))
 
 
-def _one_after_another(arrivals: Sequence[Arrival]) -> Iterator[tuple[Span, list[Interval]]]:
+def one_after_another(arrivals: Sequence[Arrival]) -> Iterator[tuple[Span, list[Interval]]]:
     """Yield the collectives of a step, each with the time in which it is under way."""
     ended: dict[tuple[int, ...], float] = {}
     for arrival in sorted(arrivals, key=lambda arrival: arrival.span.start):

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     ValidationError,
     field_validator,
@@ -22,6 +21,8 @@ from shoal.data import DataConfig
 from shoal.errors import ConfigError
 from shoal.models import ALL_LINEAR
 from shoal.train.key_guess import guess_key
+from shoal.train.record_config import RecordConfig
+from shoal.train.section import Section
 
 __all__ = [
     "OPTIMIZERS",
@@ -51,11 +52,7 @@ _Names = Annotated[
 ]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
-
-class OptimizerConfig(_Section):
+class OptimizerConfig(Section):
     """The optimizer, its learning rate, clipping, and the number of steps that may be skipped."""
 
     name: str = "adamw"
@@ -132,7 +129,7 @@ class OptimizerConfig(_Section):
         return {"rate": self.outer_rate, "momentum": self.outer_momentum, "warmup": self.outer_warmup}
 
 
-class LoraConfig(_Section):
+class LoraConfig(Section):
     """Adapters beside frozen layers, trained instead of the model (extra `lora`)."""
 
     rank: int | None = Field(default=None, gt=0)
@@ -156,7 +153,7 @@ class LoraConfig(_Section):
         return self
 
 
-class ValidationConfig(_Section):
+class ValidationConfig(Section):
     """When to measure the loss on held-out data; always at the end."""
 
     every: int = Field(default=100, ge=0)
@@ -165,7 +162,7 @@ class ValidationConfig(_Section):
     """Number of samples of the validation split, from its beginning."""
 
 
-class CheckpointConfig(_Section):
+class CheckpointConfig(Section):
     """When to save the state; always at the end."""
 
     every: Annotated[int, Field(ge=0)] | Literal["auto"] = 100
@@ -190,20 +187,7 @@ class CheckpointConfig(_Section):
     """
 
 
-class RecordConfig(_Section):
-    """The files that a run writes about itself."""
-
-    timeline: bool = True
-    """Whether spans are recorded."""
-    memory: bool = True
-    """Whether the memory of the second step is measured, which makes that step slower."""
-    tensorboard: bool = False
-    """Whether scalars are written for TensorBoard too (extra `tensorboard`)."""
-    live: int = Field(default=20, gt=0)
-    """Steps between two lines of progress, if there is no terminal."""
-
-
-class TrainConfig(_Section):
+class TrainConfig(Section):
     """The configuration of a training run."""
 
     model: str = "tiny"

@@ -21,16 +21,9 @@ from shoal.errors import (
 )
 from shoal.launch import EXIT_STOPPED, Membership, StopSignal, World
 from shoal.plan import Plan
-from shoal.record import (
-    Loggers,
-    MetricsWriter,
-    NullRecorder,
-    Recorder,
-    ShiftedRecorder,
-    TensorBoardLogger,
-    open_recorder,
-)
+from shoal.record import Marks
 from shoal.run import Decision, Run, write_decision
+from shoal.run.alive import AliveLock
 from shoal.train.classes import for_model, prepared
 from shoal.train.compiling import Compiling
 from shoal.train.config import describe_config
@@ -46,6 +39,7 @@ from shoal.train.offloading import offload_folder
 from shoal.train.out_of_memory import does_not_fit, is_out_of_memory
 from shoal.train.randomness import nondeterministic_operator
 from shoal.train.rate_change import rate_change_of
+from shoal.train.recording import open_loggers, open_profiling, open_run_recorder
 from shoal.train.result import StepResult
 from shoal.train.roles import Role
 from shoal.train.saving import Saving, is_due
@@ -104,10 +98,14 @@ class Execution:
             role.wait_for_run()
         self._meet()
         self._run = Run.open(job.path)
-        first = 0 if role is None else role.first_rank
-        look_at_host(self._run, world, unit=first, replaces_ranks=membership is not None)
-        recorder = self._open_recorder(device)
+        begins = 0 if role is None else role.first_rank
+        look_at_host(self._run, world, unit=begins, replaces_ranks=membership is not None)
+        self._alive = AliveLock(self._run.alive_file) if self._is_first else None
+        marks, record, number = Marks(), self._config.record, self._number
+        first, say = number - world.rank, self._live.say
+        recorder = open_run_recorder(record, self._run, number, first, device, marks, say)
         self._recorder = recorder
+        self._profiling = open_profiling(record, self._run, number, device, marks, self._say)
         memory = self._run.memory_file(self._number) if self._config.record.memory else None
         self._memory = MemoryRecord(memory, self._number, self._say)
         self._validation = corpus.samples("validation", self._config.sequence)
@@ -145,7 +143,7 @@ class Execution:
             self._say,
         )
         self._in_memory = None if membership is None else self._saves_in_memory()
-        self._loggers = self._open_loggers()
+        self._loggers = open_loggers(record, self._run, world.rank == 0, say)
         self._compiling = Compiling(self._say)
 
     def run(self, stop: StopSignal) -> int:
@@ -185,6 +183,9 @@ class Execution:
             self._trainer.close()
             self._recorder.close()
             self._loggers.close()
+            self._profiling.close()
+            if self._alive is not None:
+                self._alive.close()
             self._compiling.close()
             if self._uploading is not None:
                 self._uploading.close()
@@ -219,7 +220,9 @@ class Execution:
 
     def _make_step(self, *, stop: bool) -> None:
         trainer = self._trainer
-        with self._memory.step(trainer.parallel, trainer.optimizer, trainer.step_count + 1):
+        number = trainer.step_count + 1
+        memory = self._memory.step(trainer.parallel, trainer.optimizer, number)
+        with self._profiling.step(number), memory:
             trainer.step(stop=stop)
 
     def _take_result(self, result: StepResult) -> None:
@@ -343,21 +346,6 @@ class Execution:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the first call has given them already
             return prepared(self._config)
-
-    def _open_recorder(self, device: torch.device) -> Recorder:
-        if not self._config.record.timeline:
-            return NullRecorder()
-        rank, first = self._number, self._number - self._world.rank
-        recorder = open_recorder(self._run.timeline_file(rank), rank, device, say=self._live.say)
-        return ShiftedRecorder(recorder, first) if first else recorder
-
-    def _open_loggers(self) -> Loggers:
-        if self._world.rank != 0:
-            return Loggers([])
-        writers = [MetricsWriter(self._run.metrics_file, say=self._live.say)]
-        if self._config.record.tensorboard:
-            return Loggers([*writers, TensorBoardLogger(self._run.log / "tensorboard")], say=self._live.say)
-        return Loggers(writers, say=self._live.say)
 
     @property
     def _number(self) -> int:

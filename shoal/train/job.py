@@ -17,7 +17,6 @@ from shoal.errors import ConfigError, ModelError, RunError
 from shoal.models import Transformer
 from shoal.parallel import require_documents, require_layout, require_trainable
 from shoal.plan import Plan, SettledPlan, parse_settings
-from shoal.record import TensorBoardLogger
 from shoal.run import Run, default_path
 from shoal.simulate import recorded_cluster
 from shoal.train.automatic import AUTOMATIC, PassedOver, Resolved, choose_plan
@@ -284,8 +283,7 @@ def check(job: Job) -> AnyCorpus:
     corpus = prepared(config)
     for split in ("train", "validation"):
         corpus.samples(split, config.sequence)
-    if config.record.tensorboard:
-        TensorBoardLogger(job.path / "log")
+    config.record.destinations().check()
     if config.checkpoint.store:
         Store(config.checkpoint.store)
     model = shape_of(config)

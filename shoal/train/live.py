@@ -18,8 +18,14 @@ from shoal.units import format_count, format_seconds
 __all__ = ["LiveLine", "summary"]
 
 
+_BAR = 20  # columns of the bar
+_COLUMNS = 100  # of a terminal whose width is not known
+
+
 class LiveLine:
-    """Show progress: on a terminal one line that is overwritten, else a new line every few steps.
+    """Show progress: on a terminal one line with a bar that is overwritten, else a new line every few steps.
+
+    The line has no colours. It is cut to the width of the terminal: a wrapped line could not be overwritten.
 
     Args:
         steps: Total number of steps.
@@ -31,8 +37,11 @@ class LiveLine:
         self._steps = steps
         self._every = every
         self._stream = sys.stderr if stream is None else stream
-        is_terminal = self._stream.isatty() or (stream is None and TERMINAL in os.environ)
+        self._passed_on = os.environ.get(TERMINAL) if stream is None else None
+        is_terminal = self._stream.isatty() or self._passed_on is not None
         self._overwrite = is_terminal and os.environ.get("TERM") != "dumb"
+        is_unicode = (self._stream.encoding or "").lower().replace("-", "") == "utf8"
+        self._full, self._empty = ("━", "╌") if is_unicode else ("#", "-")
         self._begin: tuple[int, float] | None = None
         self._shown = False
 
@@ -51,8 +60,21 @@ class LiveLine:
         )
         if made and to_make:
             text += f"  {format_seconds(to_make * (now - since) / made)} left"
+        if self._overwrite:
+            text = f"{self._bar(result.step)}  {text}"[: self._columns() - 1]
         self._write(f"\r\x1b[K{text}" if self._overwrite else f"{text}\n")
         self._shown = self._overwrite
+
+    def _bar(self, step: int) -> str:
+        done = _BAR * step // self._steps
+        return f"{self._full * done}{self._empty * (_BAR - done)} {step / self._steps:4.0%}"
+
+    def _columns(self) -> int:
+        if self._passed_on is not None:
+            return int(self._passed_on)
+        with contextlib.suppress(OSError, ValueError):
+            return os.get_terminal_size(self._stream.fileno()).columns or _COLUMNS
+        return _COLUMNS
 
     def say(self, text: str) -> None:
         """Write a line of its own, without tearing the live one."""

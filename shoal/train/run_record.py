@@ -19,6 +19,7 @@ from shoal.models import Transformer
 from shoal.plan import Plan
 from shoal.record import MetricsWriter, Recorder, open_recorder
 from shoal.run import Decision, Run, write_decision
+from shoal.run.alive import AliveLock
 from shoal.train.step_memory import MemoryRecord
 
 __all__ = ["RunRecord", "describe_device", "describe_versions"]
@@ -73,6 +74,7 @@ class RunRecord:
         self.run = Run(path)
         self._goes_on = self._open_together()
         say = print if coordinator.rank == 0 else lambda text: None
+        self._alive = AliveLock(self.run.alive_file) if coordinator.rank == 0 else None
         self._owns_recorder = recorder is None
         self.recorder: Recorder = recorder or open_recorder(
             self.run.timeline_file(coordinator.rank), coordinator.rank, device, say=say
@@ -127,6 +129,8 @@ class RunRecord:
             self.recorder.close()
         if self._metrics is not None:
             self._metrics.close()
+        if self._alive is not None:
+            self._alive.close()
 
     def _open_together(self) -> bool:
         """Return whether the Run existed before; if not, rank 0 makes it."""

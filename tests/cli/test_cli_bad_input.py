@@ -184,7 +184,7 @@ def test_cuda_without_a_gpu_is_refused(refused, monkeypatch):
 @pytest.mark.parametrize(
     ("module", "setting", "extra"),
     [
-        ("torch.utils.tensorboard", "record.tensorboard=true", "tensorboard"),
+        ("tensorboard", "record.tensorboard=true", "tensorboard"),
         ("transformers", "model=hf:taken", "hf"),
         ("tokenizers", "data.tokenizer=tokenizer.json", "hf"),
         ("pyarrow", "data.source=table.parquet", "parquet"),

@@ -57,6 +57,39 @@ def run(tmp_path: Path) -> Run:
     return made
 
 
+def test_a_trace_of_some_steps_has_these_alone(run, tmp_path):
+    call(run.path, "--trace", tmp_path / "trace.json", "--steps", "3:4")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert {event["name"] for event in events if event["name"].startswith("step ")} == {"step 3", "step 4"}
+    assert sum(event["ph"] == "X" for event in events) == 2 * 2 * 3
+    with pytest.raises(RunError, match="no recorded step from 50 to 60"):
+        call(run.path, "--trace", tmp_path / "other.json", "--steps", "50:60")
+    with pytest.raises(UserError, match="without --trace"):
+        call(run.path, "--steps", "3:4")
+    with pytest.raises(UserError, match="FIRST:LAST"):
+        call(run.path, "--trace", tmp_path / "other.json", "--steps", "four")
+
+
+def test_parquet_has_every_span_with_its_step_and_every_value(run, tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    call(run.path, "--parquet", tmp_path / "tables")
+    found = parquet.read_table(tmp_path / "tables" / "spans.parquet").to_pylist()
+    timeline = Timeline.read(run.timeline)
+    assert [
+        Span(
+            *(row[name] for name in ("rank", "lane", "kind", "name", "start", "duration", "bytes")),
+            tuple(row["group"]),
+            row["algorithm"],
+            row["purpose"],
+        )
+        for row in found
+    ] == [span for rank in timeline.ranks for span in timeline.of(rank)]
+    assert {row["step"] for row in found if row["kind"] == "forward"} == set(range(STEPS))
+    metrics = parquet.read_table(tmp_path / "tables" / "metrics.parquet").to_pylist()
+    assert [row["loss"] for row in metrics] == [values["loss"] for values in run.metrics()]
+    assert metrics[0]["validation_loss"] is None
+
+
 def call(*words: object) -> int:
     parser = argparse.ArgumentParser()
     report.add_parser(parser.add_subparsers())

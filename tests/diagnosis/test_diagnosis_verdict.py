@@ -93,7 +93,7 @@ def test_a_link_in_the_only_group_is_held_to_the_prediction():
 
 
 def test_a_stage_without_peers_is_held_to_the_other_stages():
-    found = judged(Layout(1, 1, 2), Delay(1, Cause.FORWARD, 0.1))
+    found = judged(Layout(1, 1, 2), Delay(1, Cause.FORWARD, 0.2))
     assert [(each.ranks, each.cause) for each in found.stragglers] == [((1,), Cause.STAGE)]
     assert any("no other rank does the same work" in each for each in found.missing)
 
@@ -191,5 +191,5 @@ def test_the_period_is_the_smallest_that_fits():
 def test_errors_from_zero_grow_with_the_number_of_independent_values():
     randomness = random.Random(3)
     values = [randomness.gauss(1, 1) for _ in range(400)]
-    assert errors_from_zero(values) == pytest.approx(20 / 1.2533, rel=0.25)
+    assert errors_from_zero(values) == pytest.approx(20 / 1.09, rel=0.25)
     assert errors_from_zero([value for value in values for _ in range(4)]) < 2 * errors_from_zero(values)

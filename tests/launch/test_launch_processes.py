@@ -81,6 +81,14 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed_while_they_start(program
     assert program.leaves_no_process()
 
 
+def test_a_signal_to_the_launcher_profiles_the_next_steps_of_every_rank(programs):
+    program, run = programs["stopped"]
+    program.wait_until(lambda: steps_made(run.path) > 2)
+    program.signal(signal.SIGUSR2)
+    program.wait_until(lambda: "are profiled in" in program.stderr)
+    program.wait_until(lambda: len(list((run.path / "profile").glob("rank-0000[01]-*.json.gz"))) == 2)
+
+
 def test_sigterm_ends_the_step_and_saves_it_so_that_the_run_can_go_on(programs, ranks, tiny_run):
     program, run = programs["stopped"]
     program.wait_until(lambda: steps_made(run.path) > 2)

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import MissingExtraError
-from shoal.record import Logger, Loggers, MetricsWriter, TensorBoardLogger
+from shoal.record import Logger, Loggers, MetricsWriter
+from shoal.record.destinations.tensorboard import TensorBoardLogger
 from shoal.run import read_metrics
 
 

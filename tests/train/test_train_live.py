@@ -43,8 +43,24 @@ def test_on_a_terminal_each_step_writes_over_the_one_before_and_messages_stay(mo
     live.show(result(2))
     live.show(result(3))
     pieces = stream.getvalue().split("\r\x1b[K")
-    assert [piece[:9] for piece in pieces] == ["", "step 1/3 ", "a message", "step 2/3 ", "step 3/3 "]
+    assert pieces[0] == ""
     assert pieces[2] == "a message\n"
+    assert [piece[:35] for piece in (pieces[1], *pieces[3:])] == [
+        f"{'#' * done}{'-' * (20 - done)} {share}  step {step}/3"
+        for step, done, share in ((1, 6, " 33%"), (2, 13, " 67%"), (3, 20, "100%"))
+    ]
+
+
+def test_a_line_is_never_wider_than_its_terminal(monkeypatch):
+    """It would wrap, and the next line would not be written over it."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("SHOAL_TERMINAL", "50")  # a rank, whose output the launcher passes on
+    stream = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stream)
+    LiveLine(1_000_000, 10).show(result(123_456))
+    line = stream.getvalue().removeprefix("\r\x1b[K")
+    assert len(line) == 49
+    assert "12%  step 123456/1000000" in line
 
 
 def test_a_dumb_terminal_gets_plain_lines(monkeypatch):

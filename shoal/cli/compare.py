@@ -1,0 +1,153 @@
+"""`shoal compare RUN RUN`: what is slower in the second run; `--scaling RUN ...`: speed over ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.cli.breakdown import words
+from shoal.cli.table import labelled, paragraph, table_of
+from shoal.errors import RunError
+from shoal.units import format_bytes
+
+if TYPE_CHECKING:
+    from shoal.compare import Difference, RunValues
+
+__all__ = ["add_parser", "run"]
+
+_DESCRIPTION = """\
+Compares two runs value by value: the seconds of a step by kind, each collective, tokens/s and memory.
+Steps depend on their neighbours, so blocks of steps are tested, and a difference counts only if it is larger
+than what a run drifts by itself. Train each for 500 steps or more, on a machine that does nothing else.
+With --scaling it takes runs on different numbers of ranks, and fits how their speed grows.
+
+Exit codes: 0 compared; 1 with --check if the second run is slower; 2 wrong input.
+"""
+_UNITS: Mapping[str, Callable[[float], str]] = {
+    "s": lambda value: f"{value:.6f} s",
+    "tokens/s": lambda value: f"{value:,.0f}",
+    "bytes": lambda value: format_bytes(round(value)),
+}
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the program."""
+    parser = commands.add_parser(
+        "compare",
+        help="find what differs between two runs, or how speed grows with ranks",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("paths", metavar="RUN", type=Path, nargs="+", help="the directory of a run")
+    parser.add_argument("--scaling", action="store_true", help="fit the speed of runs over their ranks")
+    parser.add_argument(
+        "--cluster",
+        metavar="CLUSTER",
+        help="with --scaling: predict each run on these machines (default: the run's --cluster, if any)",
+    )
+    parser.add_argument("--check", action="store_true", help="exit with 1 if the second run's step is slower")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the comparison.
+
+    Raises:
+        RunError: A path is not a run; there are not two; or a run has no values.
+        ShoalError: A file of a run is malformed.
+    """
+    if args.scaling:
+        from shoal.cli.scaling import run_scaling
+
+        return run_scaling(args)
+    from shoal.compare import RunValues, Verdict, differences
+    from shoal.run import Run
+
+    if len(args.paths) != 2:
+        raise RunError(
+            f"{len(args.paths)} run{'s were' if len(args.paths) > 1 else ' was'} given",
+            possible="two runs, or with --scaling runs on different numbers of ranks",
+            change="give two runs, or --scaling",
+        )
+    before, after = (RunValues.of(Run.open(path)) for path in args.paths)
+    rows = differences(before, after)
+    if not rows:
+        raise RunError(
+            f"{before.path} and {after.path} have no values in common",
+            possible="runs with steps, in metrics.jsonl or in the timeline",
+            change="give two runs that made steps",
+        )
+    print(json.dumps(_summary(before, after, rows), indent=2) if args.json else _text(before, after, rows))
+    slower = {("step", Verdict.HIGHER), ("mean step", Verdict.HIGHER), ("tokens/s", Verdict.LOWER)}
+    return int(args.check and any((row.name, row.verdict) in slower for row in rows))
+
+
+def _summary(before: RunValues, after: RunValues, rows: Sequence[Difference]) -> dict[str, Any]:
+    runs = [
+        {"run": each.path, "plan": each.plan, "ranks": each.ranks, "steps": _steps(each)}
+        for each in (before, after)
+    ]
+    return {"runs": runs, "differences": [asdict(row) | {"change": row.change} for row in rows]}
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank{'s' if count != 1 else ''}"
+
+
+def _steps(values: RunValues) -> int:
+    return max(len(values.tokens_per_second), len(values.kinds.get("step", ())))
+
+
+def _text(before: RunValues, after: RunValues, rows: Sequence[Difference]) -> str:
+    heading = [
+        (name, f"{each.path}: {each.plan or 'no Plan'}, {_ranks(each.ranks)}, {_steps(each)} steps compared")
+        for name, each in (("before", before), ("after", after))
+    ]
+    head = ["", "before", "after", "change", "95 % interval", "drift", "verdict"]
+    groups = (("kinds", "run"), ("collectives",))
+    tables = [
+        table_of([title, *head[1:]], [_cells(row) for row in rows if row.group in group])
+        for title, group in zip(("value", "collective"), groups, strict=True)
+        if any(row.group in group for row in rows)
+    ]
+    return "\n\n".join([labelled(heading), *tables, _conclusion(rows)])
+
+
+def _cells(row: Difference) -> list[str]:
+    interval = drift = "-"
+    if row.test is not None and row.before:
+        low, high = (f"{end / row.before:+.1%}" for end in (row.test.low, row.test.high))
+        interval, drift = f"{low} to {high}", f"{row.test.drift / row.before:.1%}"
+    change = "-" if row.change is None else f"{row.change:+.1%}"
+    in_unit = _UNITS[row.unit]
+    return [words(row.name), in_unit(row.before), in_unit(row.after), change, interval, drift, row.verdict]
+
+
+def _conclusion(rows: Sequence[Difference]) -> str:
+    """Return what the comparison shows, in sentences."""
+    from shoal.compare import DRIFT, FEWEST, LEVEL, Verdict
+
+    shown = [row for row in rows if row.verdict in (Verdict.HIGHER, Verdict.LOWER)]
+    told = []
+    if shown:
+        told = [f"{words(row.name)} {row.change or 0:+.1%}" for row in shown]
+        told = ["Different: " + ", ".join(told) + "."]
+    elif any(row.test is not None for row in rows):
+        told = ["No difference is shown."]
+    if any(row.verdict == Verdict.DRIFT for row in rows):
+        told.append(
+            f"Where the verdict is '{Verdict.DRIFT}', the change is less than {DRIFT:g} times what a run "
+            "drifts by itself: train both again, for longer or on a quieter machine."
+        )
+    if any(row.verdict == Verdict.FEW for row in rows):
+        told.append(f"A test needs {FEWEST} steps after warm-up in each run.")
+    told.append(
+        f"A difference that does not exist is claimed with a probability of {LEVEL:.1%}, as far as the "
+        "machine did not change between the runs."
+    )
+    return paragraph(" ".join(told), indent="")

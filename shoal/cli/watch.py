@@ -1,0 +1,135 @@
+"""`shoal watch RUN`: what a run does now, in the terminal, until it ends."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.cli.breakdown import words
+from shoal.errors import UserError
+
+if TYPE_CHECKING:
+    from shoal.cli.watched import Seen, WatchedRun
+
+__all__ = ["add_parser", "run"]
+
+_DESCRIPTION = """\
+Shows a run while it trains: loss, speed, time left, where the time of a step goes, and each rank. It reads
+the files of the run, so that it may be started and stopped at any time, on any host that has them.
+On a terminal it draws (extra `watch`); elsewhere it prints a line for each look. It ends when the run ends.
+
+Exit codes: 0 the run made its last step, or --once; 1 the run ended before that; 2 wrong input; 130 Ctrl-C.
+"""
+_LOOK_TERMINAL, _LOOK_PLAIN = 0.5, 10.0
+_REST = 4.0
+"""Times of a look for which the command rests after it."""
+
+
+def add_parser(commands: argparse._SubParsersAction) -> None:
+    """Add the command to the program."""
+    parser = commands.add_parser(
+        "watch",
+        help="show a run while it trains",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("path", metavar="RUN", type=Path, help="the directory of a run")
+    parser.add_argument(
+        "--every",
+        metavar="SECONDS",
+        type=float,
+        help=f"time between looks (default {_LOOK_TERMINAL:g} on a terminal, else {_LOOK_PLAIN:g})",
+    )
+    parser.add_argument("--once", action="store_true", help="look once, and end")
+    parser.add_argument("--plain", action="store_true", help="print lines on a terminal too")
+    parser.add_argument("--json", action="store_true", help="print one JSON object for each look")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the run until it ends.
+
+    Raises:
+        RunError: The path is not a run.
+        MissingExtraError: rich is not installed, and there is a terminal.
+        UserError: The time between looks is not a positive number.
+    """
+    from shoal.cli.watched import WatchedRun
+    from shoal.run import Run
+
+    draws = sys.stdout.isatty() and not (args.plain or args.json)
+    every = args.every if args.every is not None else _LOOK_TERMINAL if draws else _LOOK_PLAIN
+    if not (every > 0 and math.isfinite(every)):
+        raise UserError(
+            f"--every {args.every:g} was given", possible="seconds above 0", change="give --every 1"
+        )
+    watched = WatchedRun(Run.open(args.path))
+    if draws:
+        from shoal.cli.watch_drawn import Drawing
+
+        with Drawing() as drawing:
+            return _follow(watched, every, args.once, drawing.show)
+    return _follow(watched, every, args.once, _print_json if args.json else _print_line)
+
+
+def _follow(watched: WatchedRun, every: float, once: bool, show: Any) -> int:
+    step_before: object = None
+    while True:
+        begin = time.monotonic()
+        seen = watched.look()
+        has_ended = seen.has_ended
+        step = seen.values.get("step")
+        if once or has_ended or step != step_before or show not in (_print_line, _print_json):
+            show(seen)
+        step_before = step
+        if once or has_ended:
+            return 0 if once or seen.is_done else 1
+        # A run of many ranks takes long to look at: most of the core is left to others.
+        time.sleep(max(every, _REST * (time.monotonic() - begin)))
+
+
+def _print_line(seen: Seen) -> None:
+    print(line_of(seen), flush=True)
+
+
+def line_of(seen: Seen) -> str:
+    """Return the state of a run in a line."""
+    from shoal.units import format_seconds
+
+    values = seen.values
+    told = [f"step {values.get('step', 0):.0f}" + (f"/{seen.steps}" if seen.steps is not None else "")]
+    for name, form in (("loss", ".3f"), ("validation_loss", ".3f"), ("tokens_per_second", ",.0f")):
+        if name in values:
+            label = "tokens/s" if name == "tokens_per_second" else words(name)
+            told.append(f"{label} {values[name]:{form}}")
+    if seen.left:
+        told.append(f"{format_seconds(seen.left)} left")
+    shares = [f"{words(name)} {share:.0%}" for name, share in seen.shares().items() if share >= 0.005]
+    if seen.verdict.bottleneck is not None:
+        told.append(f"bound by {seen.verdict.bottleneck}")
+    return "  ".join([*told, *([", ".join(shares)] if shares else []), seen.state])
+
+
+def _print_json(seen: Seen) -> None:
+    from shoal.cli.verdict import verdict_summary
+    from shoal.run import json_number
+
+    ranks = seen.breakdown.ranks if seen.breakdown is not None else ()
+    told: Mapping[str, Any] = {
+        "state": seen.state,
+        "steps": seen.steps,
+        "values": {name: json_number(value) for name, value in seen.values.items()},
+        "seconds_left": seen.left,
+        "seconds_quiet": seen.quiet,
+        "parts": seen.breakdown.parts.disjoint() if seen.breakdown is not None else None,
+        "ranks": {str(each.rank): each.parts.disjoint() for each in ranks},
+        "verdict": verdict_summary(seen.verdict),
+        "unread_lines": seen.unread,
+    }
+    print(json.dumps(told), flush=True)

@@ -1,0 +1,152 @@
+"""The differences between two runs, value by value, each with its verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from statistics import median
+
+from shoal.compare.significance import FEWEST, LEVEL, Test, compare_series, holm, mean_of_block
+from shoal.compare.values import RunValues
+
+__all__ = ["Difference", "Verdict", "differences"]
+
+_SHARE_OF_STEP = 0.001
+"""Share of a step below which the seconds of a kind, and changes of them, are left out."""
+_NOTHING = 1e-9
+"""Seconds that a timeline file cannot tell from 0."""
+
+
+class Verdict(StrEnum):
+    """The verdict on a difference between two runs."""
+
+    HIGHER = "higher"
+    LOWER = "lower"
+    SAME = "no difference shown"
+    DRIFT = "not told from drift"
+    FEW = "too few steps"
+    """Fewer than `FEWEST`; without a test."""
+    ALONE = "only in one run"
+    UNTESTED = "one value each"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """One value of two runs.
+
+    Attributes:
+        name: A kind of span, a collective, "mean step", "tokens/s" or "memory".
+        group: "kinds", "collectives" or "run".
+        unit: "s", "tokens/s" or "bytes".
+        before: The value of the first run.
+        after: The value of the second.
+        test: The test of the steps; None if there is none.
+        probability: The probability of the test, corrected for the number of tests in the group.
+        verdict: The verdict.
+    """
+
+    name: str
+    group: str
+    unit: str
+    before: float
+    after: float
+    test: Test | None = None
+    probability: float | None = None
+    verdict: Verdict
+
+    @property
+    def change(self) -> float | None:
+        """The change as a share of the value before: of blocks if there is a test; None from nothing."""
+        if not self.before:
+            return None
+        return (self.after - self.before if self.test is None else self.test.difference) / self.before
+
+
+def differences(before: RunValues, after: RunValues) -> list[Difference]:
+    """Return the differences between two runs.
+
+    Kinds and collectives that take less than a thousandth of a step in both runs are left out. The kinds,
+    the mean step and tokens/s are one group for Holm's correction, the collectives another.
+    """
+    step = _median(before.kinds.get("step", ()))
+    kinds: list[Difference] = []
+    collectives: list[Difference] = []
+    if before.kinds and after.kinds:
+        collectives = _rows("collectives", before.collectives, after.collectives, step)
+        kinds = _rows("kinds", before.kinds, after.kinds, step)
+        kinds.append(_row("mean step", "kinds", "s", before.kinds["step"], after.kinds["step"], by_mean=True))
+    if before.tokens_per_second and after.tokens_per_second:
+        rates = before.tokens_per_second, after.tokens_per_second
+        kinds.append(_row("tokens/s", "run", "tokens/s", *rates))
+    drift = _drift_of_step(kinds)
+    rows = [*_judged(kinds, step, drift), *_judged(collectives, step, drift)]
+    if before.memory is not None and after.memory is not None:
+        values = before.memory, after.memory
+        rows.append(_untested("memory", "run", "bytes", *values, Verdict.UNTESTED))
+    return rows
+
+
+def _rows(
+    group: str, before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]], step: float
+) -> list[Difference]:
+    rows = []
+    for name in dict.fromkeys([*before, *after]):
+        values = before.get(name, ()), after.get(name, ())
+        if max(_median(each) for each in values) >= max(_SHARE_OF_STEP * step, _NOTHING):
+            rows.append(_row(name, group, "s", *values))
+    return rows
+
+
+def _row(
+    name: str,
+    group: str,
+    unit: str,
+    before: Sequence[float],
+    after: Sequence[float],
+    *,
+    by_mean: bool = False,
+) -> Difference:
+    if min(len(before), len(after)) < FEWEST:
+        verdict = Verdict.FEW if before and after else Verdict.ALONE
+        return _untested(name, group, unit, _median(before), _median(after), verdict)
+    test = compare_series(before, after, mean_of_block if by_mean else median)
+    untested = _untested(name, group, unit, test.before, test.after, Verdict.SAME)
+    return replace(untested, test=test)
+
+
+def _untested(name: str, group: str, unit: str, before: float, after: float, verdict: Verdict) -> Difference:
+    return Difference(name=name, group=group, unit=unit, before=before, after=after, verdict=verdict)
+
+
+def _drift_of_step(rows: Sequence[Difference]) -> float:
+    """Return the drift of the step as a share; 0 if the step is not tested."""
+    tests = [row.test for row in rows if row.name == "step" and row.test is not None]
+    return tests[0].drift / tests[0].before if tests else 0.0
+
+
+def _judged(rows: Sequence[Difference], step: float, drift: float) -> list[Difference]:
+    """Return rows with corrected probabilities and verdicts; rows without a test stay as they are."""
+    tests = [row.test for row in rows if row.test is not None]
+    corrected = iter(holm([test.probability for test in tests]))
+    judged = []
+    for row in rows:
+        if row.test is not None:
+            probability = next(corrected)
+            verdict = _verdict(row.test, probability, step if row.unit == "s" else 0.0, drift)
+            row = replace(row, probability=probability, verdict=verdict)
+        judged.append(row)
+    return judged
+
+
+def _verdict(test: Test, probability: float, step: float, drift: float) -> Verdict:
+    is_small = abs(test.difference) < _SHARE_OF_STEP * step or not test.is_large()
+    if probability >= LEVEL or is_small:
+        return Verdict.SAME
+    if not test.is_beyond_drift(drift):
+        return Verdict.DRIFT
+    return Verdict.HIGHER if test.difference > 0 else Verdict.LOWER
+
+
+def _median(values: Sequence[float]) -> float:
+    return median(values) if values else 0.0

@@ -1,0 +1,114 @@
+"""A logger in a thread of its own: a receiver that is slow, or gone, holds up no step.
+
+Steps put their values into a queue and go on. If the queue is full, the values are dropped and counted. The
+thread makes the receiver, gives it the values, and closes it. The first error is reported, and the number of
+values that were lost is reported at the end.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from typing import final
+
+from shoal.record.logger import Logger
+
+__all__ = ["QueuedLogger"]
+
+_QUEUED = 1_000
+"""Steps that may wait."""
+_CLOSING = 10.0
+"""Seconds for which the end of a run waits for a receiver."""
+_FAILURES = 20
+"""Failures in a row after which a receiver gets nothing more."""
+
+
+@final
+class QueuedLogger(Logger):
+    """Give values to a logger in a thread.
+
+    Args:
+        name: Name of the receiver, for reports.
+        make: Makes the logger; called in the thread.
+        say: Called with reports, one line each, from any thread.
+        closing: Seconds for which `close` waits.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        make: Callable[[], Logger],
+        say: Callable[[str], object],
+        closing: float = _CLOSING,
+    ) -> None:
+        self._name = name
+        self._make = make
+        self._say = say
+        self._closing = closing
+        self._waiting: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue(_QUEUED)
+        self._lost = 0
+        self._failures = 0  # in a row
+        self._is_ending = threading.Event()
+        self._thread = threading.Thread(target=self._work, name=f"shoal {name}", daemon=True)
+        self._thread.start()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """See `Logger.log`; it never waits."""
+        try:
+            self._waiting.put_nowait((step, dict(values)))
+        except queue.Full:
+            self._lost += 1
+
+    def close(self) -> None:
+        """See `Logger.close`; it waits for some seconds until all is given."""
+        self._is_ending.set()
+        self._thread.join(self._closing)
+        if self._thread.is_alive():
+            self._lost += self._waiting.qsize()
+            self._say(f"{self._name} did not take all values within {self._closing:g} s")
+        if self._lost:
+            self._say(f"{self._name} lacks the values of {self._lost} steps")
+            self._lost = 0
+
+    def _work(self) -> None:
+        try:
+            logger = self._make()
+        except Exception as error:
+            self._report(error)
+            self._lose_all()
+            return
+        while (taken := self._next()) is not None:
+            if self._failures >= _FAILURES:
+                self._lost += 1
+                continue
+            try:
+                logger.log(*taken)
+                self._failures = 0
+            except Exception as error:  # the code of others: training survives any error of it
+                self._lost += 1
+                self._report(error)
+        try:
+            logger.close()
+        except Exception as error:
+            self._report(error)
+
+    def _next(self) -> tuple[int, Mapping[str, float]] | None:
+        """Return the next values; None once the run ends and none are left."""
+        while True:
+            try:
+                return self._waiting.get(timeout=0.1)
+            except queue.Empty:
+                if self._is_ending.is_set():
+                    return None
+
+    def _lose_all(self) -> None:
+        while self._next() is not None:
+            self._lost += 1
+
+    def _report(self, error: Exception) -> None:
+        self._failures += 1
+        if self._failures == 1:
+            self._say(f"{self._name} failed: {type(error).__name__}: {error}")
+        elif self._failures == _FAILURES:
+            self._say(f"{self._name} failed {_FAILURES} times in a row, and gets nothing more")

@@ -1,0 +1,136 @@
+"""`shoal watch`."""
+
+import json
+import re
+
+import pytest
+from rich.console import Console
+
+from shoal.cli.main import main
+from shoal.cli.watch_drawn import drawn, sparkline
+from shoal.cli.watched import WatchedRun
+from shoal.diagnosis import verdict
+from shoal.run import Run, metrics_line
+from shoal.run.alive import AliveLock
+from shoal.timeline import Kind, Lane, Span, Timeline
+
+STEPS = 30
+DESCRIPTION = {
+    "name": "tiny",
+    "plan": "dp=2",
+    "world_size": 2,
+    "config": {"steps": STEPS},
+    "model": {"name": "hostile \x1b[2J [bold]name", "parameters": 1_200_000},
+}
+
+
+def spans(first, last):
+    for index in range(first, last):
+        start = 1.0 * index
+        for rank in (0, 1):
+            yield Span(rank, Lane.COMPUTE, Kind.STEP, str(index), start, 1.0)
+            yield Span(rank, Lane.COMPUTE, Kind.FORWARD, "", start, 0.6 + 0.2 * rank)
+
+
+def line(step):
+    values = {"loss": 5 - step / 10, "tokens_per_second": 1000.0, "step_seconds": 1.0}
+    return metrics_line(step, values)
+
+
+@pytest.fixture
+def run(tmp_path):
+    made = Run.create(tmp_path / "run", DESCRIPTION)
+    Timeline(spans(1, 11)).write(made.timeline)
+    made.metrics_file.write_text("".join(map(line, range(1, 11))))
+    return made
+
+
+def picture(seen, width=100):
+    console = Console(width=width, force_terminal=False, color_system=None)
+    with console.capture() as capture:
+        console.print(drawn(seen, width))
+    return capture.get()
+
+
+def append(path, text):
+    with path.open("a") as file:
+        file.write(text)
+
+
+def test_a_run_is_followed_through_torn_lines_until_its_last_step(run, monkeypatch):
+    monkeypatch.setattr("shoal.cli.watched._STEPS", 20)
+    lock = AliveLock(run.alive_file)
+    watched = WatchedRun(run)
+    seen = watched.look()
+    assert (seen.values["step"], seen.left, seen.alive) == (10, 20.0, True)
+    assert seen.breakdown.parts.compute == pytest.approx(0.7)
+    assert seen.loss == pytest.approx([5 - step / 10 for step in range(1, 11)])
+    append(run.metrics_file, line(11)[:20])
+    assert watched.look().values["step"] == 10
+    append(
+        run.metrics_file, line(11)[20:] + "not JSON\n" + line(12) + metrics_line(12, {"loss": float("nan")})
+    )
+    seen = watched.look()
+    assert seen.values["step"] == 12
+    assert seen.unread == 1
+    assert seen.loss[:-1] == pytest.approx([5 - step / 10 for step in range(1, 13)])
+    Timeline(spans(1, STEPS + 1)).write(run.timeline)  # as a run that goes on with a new header does
+    append(run.metrics_file, "".join(map(line, range(13, STEPS + 1))))
+    lock.close()
+    seen = watched.look()
+    assert seen.is_done
+    assert seen.alive is False
+    assert len(seen.timeline.steps()) == 20  # the newest
+
+
+def test_a_long_run_takes_bounded_memory(run, monkeypatch):
+    monkeypatch.setattr("shoal.cli.watched._POINTS", 64)
+    run.metrics_file.write_text("".join(map(line, range(1, 5_001))))
+    watched = WatchedRun(run)
+    assert len(watched.look().loss) <= 128
+    for begin in range(5_001, 9_001, 500):
+        append(run.metrics_file, "".join(map(line, range(begin, begin + 500))))
+        seen = watched.look()
+    assert 32 <= len(seen.loss) <= 128
+    # Each point stands for equally many steps, so the loss, which is a straight line, is one.
+    slopes = {round(a - b, 1) for a, b in zip(seen.loss[2:-3], seen.loss[3:-2], strict=True)}
+    assert max(slopes) < 2.5 * min(slopes)
+
+
+def test_the_picture_has_progress_parts_and_ranks_and_no_escape_of_a_run(run):
+    text = picture(WatchedRun(run).look())
+    assert "10/30  33%  20 s left" in text
+    assert "compute 70%" in text
+    assert re.search(r"rank 1 +█{50,}", text)
+    assert "No verdict." in text  # there are too few steps for one
+    assert "\x1b" not in text
+    assert "hostile ?[2J [bold]name" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_sparkline_spans_its_range_and_marks_what_is_not_finite():
+    assert sparkline([0, 1, 2, 3], 4) == "▁▃▆█"
+    assert sparkline([1.0, 1.0], 10) == "▁▁"
+    assert sparkline([0, float("nan"), 1], 3) == "▁!█"
+
+
+def test_the_command_ends_with_the_run_and_says_how(run, capsys):
+    AliveLock(run.alive_file).close()
+    assert main(["watch", str(run.path)]) == 1
+    assert capsys.readouterr().out == (
+        "step 10/30  loss 4.000  tokens/s 1,000  20 s left  compute 70%, other 30%  "
+        "ended before its last step\n"
+    )
+    append(run.metrics_file, line(STEPS))
+    Timeline(spans(1, STEPS)).write(run.timeline)
+    assert main(["watch", str(run.path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["state"] == "ended after its last step"
+    assert told["ranks"]["1"]["compute"] == pytest.approx(0.8)
+    assert told["verdict"]["bottleneck"] == verdict(Timeline.read(run.timeline)).bottleneck is not None
+
+
+def test_what_cannot_be_watched_is_refused(run, tmp_path, capsys):
+    assert main(["watch", str(tmp_path / "none")]) == 2
+    assert main(["watch", str(run.path), "--every", "0"]) == 2
+    assert "seconds above 0" in capsys.readouterr().err
