@@ -7,6 +7,7 @@ Nouns: Recorder (spans, one file a rank), Logger (values of a step, one rank). T
 """
 
 from shoal.record.append import AppendFile
+from shoal.record.clock_exchange import ClockExchange, exchange_clocks
 from shoal.record.device import DeviceEvents
 from shoal.record.device_recorder import DeviceRecorder
 from shoal.record.device_span import SpanBeside
@@ -18,6 +19,7 @@ from shoal.record.shifted import ShiftedRecorder
 
 __all__ = [
     "AppendFile",
+    "ClockExchange",
     "DeviceEvents",
     "DeviceRecorder",
     "LiveStorages",
@@ -32,6 +34,7 @@ __all__ = [
     "SpanBeside",
     "SpanRecorder",
     "TensorBoardLogger",
+    "exchange_clocks",
     "open_recorder",
     "spanned",
 ]

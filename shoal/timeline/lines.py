@@ -3,9 +3,11 @@
 A file holds one rank. Its first line is a header; each time the rank starts again it appends another,
 since its clock has a new origin:
 
-    {"timeline":1,"rank":0,"origin_unix_ns":1700000000000000000}
+    {"timeline":1,"rank":0,"origin_unix_ns":1700000000000000000,"host":"a 90c4","origin_monotonic_ns":5000}
     {"kind":"forward","start":0.012000000,"duration":0.034000000}
     {"kind":"wait","name":"all_reduce:0","start":0.046000000,"duration":0.001000000}
+
+The host and its monotonic clock may be absent; `shoal.timeline.clocks` says what they are for.
 
 A span whose times are those of a device has also those of the host that gave the device this work, as
 `"host":[START,DURATION]`.
@@ -31,9 +33,11 @@ FORMAT = 1
 _COMPUTE = Lane.COMPUTE.value
 
 
-def header_line(rank: int, origin_unix_ns: int) -> str:
+def header_line(rank: int, origin_unix_ns: int, host: str = "", origin_monotonic_ns: int = 0) -> str:
     """Return the line that opens a file, or a later part of it, with its newline."""
-    header = {"timeline": FORMAT, "rank": rank, "origin_unix_ns": origin_unix_ns}
+    header: dict[str, Any] = {"timeline": FORMAT, "rank": rank, "origin_unix_ns": origin_unix_ns}
+    if host:
+        header |= {"host": host, "origin_monotonic_ns": origin_monotonic_ns}
     return json.dumps(header, separators=(",", ":")) + "\n"
 
 

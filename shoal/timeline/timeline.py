@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError
+from shoal.timeline.clocks import OneClock, Origin, read_ties
 from shoal.timeline.lines import FORMAT, header_line, parse_span, span_line
 from shoal.timeline.span import Kind, Span
 
@@ -23,14 +24,18 @@ class Timeline:
     """Spans, sorted by start.
 
     Args:
-        spans: The spans, in any order. Ranks of one machine share a clock; between machines their starts
-            are as exact as the machines' clocks agree.
+        spans: The spans, in any order.
         origin_unix_ns: The wall-clock time of second 0, in nanoseconds; 0 for a prediction.
+        clock_error: Seconds by which times of different ranks may be shifted against each other; None if it
+            is not known, since hosts have clocks of their own that were not compared.
     """
 
-    def __init__(self, spans: Iterable[Span], *, origin_unix_ns: int = 0) -> None:
+    def __init__(
+        self, spans: Iterable[Span], *, origin_unix_ns: int = 0, clock_error: float | None = 0.0
+    ) -> None:
         self.spans: tuple[Span, ...] = tuple(sorted(spans, key=lambda span: span.start))
         self.origin_unix_ns = origin_unix_ns
+        self.clock_error = clock_error
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -58,7 +63,7 @@ class Timeline:
     def window(self, start: float, stop: float) -> Timeline:
         """Return the spans that lie in [start, stop) wholly or in part, uncut."""
         inside = (span for span in self.spans if span.start < stop and span.stop > start)
-        return Timeline(inside, origin_unix_ns=self.origin_unix_ns)
+        return Timeline(inside, origin_unix_ns=self.origin_unix_ns, clock_error=self.clock_error)
 
     def since_step(self, index: int) -> Timeline:
         """Return the spans since the first rank last began this step; none if it did not finish it."""
@@ -69,16 +74,18 @@ class Timeline:
     def read(cls, directory: str | os.PathLike[str]) -> Timeline:
         """Read the timeline files of a directory; a directory without any gives an empty Timeline.
 
-        Second 0 is the earliest origin in the files. A torn line is skipped where a killed process leaves
+        Second 0 is the earliest origin in the files. Times of hosts whose clocks were compared are on one
+        clock; see `shoal.timeline.clocks`. A torn line is skipped where a killed process leaves
         one: at the end of a file, or before the header of the process that went on.
 
         Raises:
             ShoalError: A file is malformed elsewhere; the message names file and line.
         """
         parts = [part for path in sorted(Path(directory).glob("rank-*.jsonl")) for part in _parts(path)]
-        origin = min((part.origin_unix_ns for part in parts), default=0)
-        spans = itertools.chain.from_iterable(part.spans(origin) for part in parts)
-        return cls(spans, origin_unix_ns=origin)
+        clock = OneClock.of((part.origin for part in parts), read_ties(directory))
+        origin = min((clock.unix_ns(part.origin) for part in parts), default=0)
+        spans = itertools.chain.from_iterable(part.spans(clock, origin) for part in parts)
+        return cls(spans, origin_unix_ns=origin, clock_error=clock.error)
 
     def write(self, directory: str | os.PathLike[str]) -> None:
         """Write one file a rank into the directory, over files with these names; make the directory."""
@@ -119,15 +126,17 @@ class _Part:
 
     path: Path
     rank: int
-    origin_unix_ns: int
+    origin: Origin
     lines: list[tuple[int, dict[str, Any]]]
 
-    def spans(self, origin_unix_ns: int) -> Iterator[Span]:
-        """Yield the spans, with starts counted from another origin."""
-        offset = (self.origin_unix_ns - origin_unix_ns) / 1e9
+    def spans(self, clock: OneClock, origin_unix_ns: int) -> Iterator[Span]:
+        """Yield the spans on the one clock, with starts counted from another origin."""
+        offset = (clock.unix_ns(self.origin) - origin_unix_ns) / 1e9
+        is_corrected = self.origin.host in clock.fits
         for number, fields in self.lines:
             try:
-                yield parse_span(fields, rank=self.rank, offset=offset)
+                more = clock.correction(self.origin, float(fields["start"])) if is_corrected else 0.0
+                yield parse_span(fields, rank=self.rank, offset=offset + more)
             except (AttributeError, KeyError, TypeError, ValueError) as error:
                 raise ShoalError(f"{self.path}:{number}: not a span of a timeline: {error!r}") from error
 
@@ -160,7 +169,8 @@ def _part(path: Path, number: int, header: dict[str, Any]) -> _Part:
             f"{path}:{number}: this timeline has format {header['timeline']!r}, and only {FORMAT} is known"
         )
     try:
-        return _Part(path, int(header["rank"]), int(header["origin_unix_ns"]), [])
+        host, monotonic = str(header.get("host", "")), int(header.get("origin_monotonic_ns", 0))
+        return _Part(path, int(header["rank"]), Origin(host, int(header["origin_unix_ns"]), monotonic), [])
     except (KeyError, TypeError, ValueError) as error:
         raise ShoalError(f"{path}:{number}: the header of this timeline is not whole: {error!r}") from error
 

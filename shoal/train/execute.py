@@ -28,12 +28,14 @@ from shoal.launch import EXIT_STOPPED, StopSignal, World, choose_device, join
 from shoal.parallel import own_device
 from shoal.plan import Plan
 from shoal.record import (
+    ClockExchange,
     Loggers,
     MetricsWriter,
     NullRecorder,
     Recorder,
     ShiftedRecorder,
     TensorBoardLogger,
+    exchange_clocks,
     open_recorder,
 )
 from shoal.run import Decision, Run, write_decision
@@ -155,6 +157,7 @@ class _Execution:
         self._run = Run.open(job.path)
         recorder = self._open_recorder(device)
         self._recorder = recorder
+        self._clocks = self._compare_clocks()
         memory = self._run.memory_file(self._number) if self._config.record.memory else None
         self._memory = MemoryRecord(memory, self._number, self._say)
         self._validation = corpus.samples("validation", self._config.sequence)
@@ -214,6 +217,7 @@ class _Execution:
             if self._trainer.workers.retire():
                 self._do_what_is_due()
             self._trainer.workers.leave()
+            self._clocks.close()
             self._recorder.close()  # the summary reads the timelines of all ranks
             self._trainer.close()
             self._meet()
@@ -226,6 +230,7 @@ class _Execution:
             return 0
         finally:
             self._trainer.close()
+            self._clocks.close()
             self._recorder.close()
             self._loggers.close()
             self._compiling.close()
@@ -367,6 +372,14 @@ class _Execution:
         rank, first = self._number, self._number - self._world.rank
         recorder = open_recorder(self._run.timeline_file(rank), rank, device, say=self._live.say)
         return ShiftedRecorder(recorder, first) if first else recorder
+
+    def _compare_clocks(self) -> ClockExchange:
+        if not self._config.record.timeline:
+            return ClockExchange()
+        return exchange_clocks(
+            *(self._coordinator, self._run.timeline, self._number, self._live.say),
+            towards=self._world.master[0],
+        )
 
     def _open_loggers(self) -> Loggers:
         if self._world.rank != 0:
