@@ -13,7 +13,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plan", "cluster", "workload", "timeline", "run"),
     ("cost",),
     ("simulate",),
-    ("diagnosis", "replay"),
+    ("diagnosis", "foreign", "replay"),
     ("planner",),
     ("validate",),
     ("collectives",),

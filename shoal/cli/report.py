@@ -24,10 +24,12 @@ from shoal.cli.exchanged import exchanged_summary, exchanged_text
 from shoal.cli.files import write_file
 from shoal.cli.prediction import Prediction, compare_text, kinds_compared
 from shoal.cli.table import labelled, table_of
+from shoal.cli.timelines import timeline_at
 from shoal.cli.verdict import verdict_summary, verdict_text
 from shoal.cluster import Cluster
 from shoal.diagnosis import verdict
 from shoal.errors import RunError, UserError
+from shoal.foreign import is_foreign
 from shoal.plan import Plan
 from shoal.run import Run, json_number, tokens_per_second
 from shoal.simulate import StageTimes, measured_timeline, recorded_cluster, stage_times
@@ -37,6 +39,10 @@ from shoal.units import format_count
 __all__ = ["add_parser", "run", "summarise"]
 
 _DESCRIBED = ("name", "plan", "world_size", "model", "device", "since_step")
+_OF_METRICS = (
+    *("loss", "validation_loss", "validation_accuracy", "servers", "decisions"),
+    *("tokens_per_second", "tokens_per_second_per_device", "mfu"),
+)
 _WORKS = ("forward", "backward", "input", "weight")
 
 
@@ -47,7 +53,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="explain a run: where its time went, how fast it was, what it reached",
         description="Explains a run: where the time of a step went, how fast it was, what loss it reached.",
     )
-    parser.add_argument("path", metavar="RUN", type=Path, help="the directory of a run")
+    parser.add_argument(
+        "path",
+        metavar="RUN",
+        type=Path,
+        help="the directory of a run, a folder of traces of PyTorch's profiler, or a table of operations",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--rank", metavar="R", type=int, help="explain the time of this rank only")
     parser.add_argument(
@@ -77,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
         UserError: The trace cannot be written.
         ShoalError: A file of the run is malformed.
     """
+    if is_foreign(args.path):
+        return _report_foreign(args)
     opened = Run.open(args.path)
     timeline = measured_timeline(opened)
     breakdown = explain(timeline) if timeline.steps() else None
@@ -91,6 +104,34 @@ def run(args: argparse.Namespace) -> int:
             summary["each_collective"] = [asdict(each) for each in named_collectives(timeline)]
     if args.trace is not None:
         _write_trace(opened, timeline, args.rank, args.trace)
+    print(json.dumps(summary, indent=2) if args.json else _text(summary))
+    return 0
+
+
+def _report_foreign(args: argparse.Namespace) -> int:
+    """Print the report of traces or of a table of another program."""
+    if args.cluster is not None:
+        raise RunError(
+            f"{args.path} is no run of Shoal, so its step cannot be predicted",
+            possible="--cluster for a run of `shoal train`",
+            change="leave out --cluster",
+        )
+    run, timeline = Run(args.path), timeline_at(args.path)
+    breakdown = explain(timeline)
+    if args.rank is not None:
+        _require_rank(run, breakdown, args.rank)
+    summary: dict[str, Any] = {
+        **dict.fromkeys((*_DESCRIBED, *_OF_METRICS)),
+        "run": str(args.path),
+        "steps": len(timeline.steps()),
+        "verdict": verdict_summary(verdict(timeline)),
+        "breakdown": breakdown_summary(breakdown, args.rank),
+        "stages": [asdict(stage) for stage in stage_times(timeline)] or None,
+    }
+    if args.collectives:
+        summary["each_collective"] = [asdict(each) for each in named_collectives(timeline)]
+    if args.trace is not None:
+        _write_trace(run, timeline, args.rank, args.trace)
     print(json.dumps(summary, indent=2) if args.json else _text(summary))
     return 0
 
