@@ -13,7 +13,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plan", "cluster", "workload", "timeline", "run", "values"),
     ("cost",),
     ("simulate",),
-    ("diagnosis", "replay"),
+    ("diagnosis", "foreign", "replay"),
     ("planner",),
     ("validate", "compare", "advise", "doctor", "hang"),
     ("collectives",),

@@ -23,11 +23,14 @@ from shoal.cli.breakdown import (
 from shoal.cli.exchanged import exchanged_summary, exchanged_text
 from shoal.cli.files import write_file
 from shoal.cli.prediction import compare_text
+from shoal.cli.steps import asked_steps, only_steps
 from shoal.cli.table import labelled, table_of
+from shoal.cli.timelines import timeline_at
 from shoal.cli.verdict import verdict_summary, verdict_text
 from shoal.cluster import Cluster
 from shoal.diagnosis import verdict
 from shoal.errors import RunError, UserError
+from shoal.foreign import is_foreign
 from shoal.plan import Plan
 from shoal.run import Run, json_number, speed_of
 from shoal.simulate import (
@@ -39,11 +42,15 @@ from shoal.simulate import (
     stage_times,
 )
 from shoal.timeline import Breakdown, Timeline, explain, named_collectives, write_chrome_trace
-from shoal.units import format_count, parse_steps
+from shoal.units import format_count
 
 __all__ = ["add_parser", "run", "summarise"]
 
 _DESCRIBED = ("name", "plan", "world_size", "model", "device", "since_step")
+_OF_METRICS = (
+    *("loss", "validation_loss", "validation_accuracy", "servers", "decisions"),
+    *("tokens_per_second", "tokens_per_second_per_device", "mfu"),
+)
 _WORKS = ("forward", "backward", "input", "weight")
 
 
@@ -54,7 +61,12 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="explain a run: where its time went, how fast it was, what it reached",
         description="Explains a run: where the time of a step went, how fast it was, what loss it reached.",
     )
-    parser.add_argument("path", metavar="RUN", type=Path, help="the directory of a run")
+    parser.add_argument(
+        "path",
+        metavar="RUN",
+        type=Path,
+        help="the directory of a run, a folder of traces of PyTorch's profiler, or a table of operations",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--rank", metavar="R", type=int, help="explain the time of this rank only")
     parser.add_argument(
@@ -93,7 +105,9 @@ def run(args: argparse.Namespace) -> int:
         UserError: The trace cannot be written.
         ShoalError: A file of the run is malformed.
     """
-    steps = _steps(args)
+    steps = asked_steps(args)
+    if is_foreign(args.path):
+        return _report_foreign(args)
     opened = Run.open(args.path)
     timeline = measured_timeline(opened)
     breakdown = explain(timeline) if timeline.steps() else None
@@ -107,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
         if args.collectives:
             summary["each_collective"] = [asdict(each) for each in named_collectives(timeline)]
     if args.trace is not None:
-        shown = timeline if steps is None else _only(steps, timeline, opened)
+        shown = timeline if steps is None else only_steps(steps, timeline, opened)
         _write_trace(opened, shown, args.rank, args.trace)
     if args.parquet is not None:
         from shoal.cli.parquet import write_parquet
@@ -118,48 +132,32 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _steps(args: argparse.Namespace) -> tuple[int, int] | None:
-    """Return the first and the last step of --steps, if it is given.
-
-    Raises:
-        UserError: It cannot be read, or there is no --trace.
-    """
-    if args.steps is None:
-        return None
-    try:
-        steps = parse_steps(args.steps)
-    except ValueError as error:
-        raise UserError(
-            f"--steps {args.steps} was given",
-            possible="FIRST:LAST, such as 100:105, or one number",
-            change="correct --steps",
-        ) from error
-    if args.trace is None:
-        raise UserError(
-            "--steps was given without --trace",
-            possible="--trace FILE with --steps",
-            change="add --trace FILE, or leave out --steps",
-        )
-    return steps
-
-
-def _only(steps: tuple[int, int], timeline: Timeline, run: Run) -> Timeline:
-    """Return the spans of some steps, from the first start on any rank to the last end."""
-    recorded = timeline.steps()
-    found = [
-        span
-        for rank in timeline.ranks
-        for index in recorded
-        if steps[0] <= index <= steps[1] and (span := timeline.step(rank, index)) is not None
-    ]
-    if not found:
-        among = f"steps {recorded[0]} to {recorded[-1]}, or some of them" if recorded else "none"
+def _report_foreign(args: argparse.Namespace) -> int:
+    """Print the report of traces or of a table of another program."""
+    if args.cluster is not None:
         raise RunError(
-            f"{run.path} has no recorded step from {steps[0]} to {steps[1]}",
-            possible=f"what it recorded: {among}",
-            change="give other --steps",
+            f"{args.path} is no run of Shoal, so its step cannot be predicted",
+            possible="--cluster for a run of `shoal train`",
+            change="leave out --cluster",
         )
-    return timeline.window(min(span.start for span in found), max(span.stop for span in found))
+    run, timeline = Run(args.path), timeline_at(args.path)
+    breakdown = explain(timeline)
+    if args.rank is not None:
+        _require_rank(run, breakdown, args.rank)
+    summary: dict[str, Any] = {
+        **dict.fromkeys((*_DESCRIBED, *_OF_METRICS)),
+        "run": str(args.path),
+        "steps": len(timeline.steps()),
+        "verdict": verdict_summary(verdict(timeline)),
+        "breakdown": breakdown_summary(breakdown, args.rank),
+        "stages": [asdict(stage) for stage in stage_times(timeline)] or None,
+    }
+    if args.collectives:
+        summary["each_collective"] = [asdict(each) for each in named_collectives(timeline)]
+    if args.trace is not None:
+        _write_trace(run, timeline, args.rank, args.trace)
+    print(json.dumps(summary, indent=2) if args.json else _text(summary))
+    return 0
 
 
 def _predicted(run: Run, cluster: str | None, measured: Timeline) -> dict[str, Any]:

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cli.table import labelled, paragraph, table_of
+from shoal.cli.timelines import timeline_at
 from shoal.errors import RunError
 from shoal.replay import WhatIf, what_if
-from shoal.run import Run
-from shoal.simulate import measured_timeline
 
 __all__ = ["add_parser", "run"]
 
@@ -29,7 +28,9 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         description="Replays the steps of a run without a slow rank, stage, link, wait or kind of work, and "
         "prints the seconds that each costs, the slowdown by uneven work, and the critical path.",
     )
-    parser.add_argument("path", metavar="RUN", type=Path, help="the directory of a run")
+    parser.add_argument(
+        "path", metavar="RUN", type=Path, help="the directory of a run, a folder of traces, or a table"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -41,11 +42,10 @@ def run(args: argparse.Namespace) -> int:
         RunError: The path is not a run, or it has no step that all ranks finished.
         ShoalError: A file of the run is malformed.
     """
-    opened = Run.open(args.path)
-    timeline = measured_timeline(opened)
+    timeline = timeline_at(args.path)
     if not timeline.steps():
         raise RunError(
-            f"{opened.path} has no timeline of finished steps, so there is nothing to replay",
+            f"{args.path} has no timeline of finished steps, so there is nothing to replay",
             possible="a run that recorded its timeline",
             change="train with recording on",
         )

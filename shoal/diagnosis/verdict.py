@@ -162,6 +162,11 @@ def _missing(
             f"whether ranks {', '.join(map(str, alone))} are slow or have more work: no other rank does the "
             "same work."
         )
+    if timeline.clock_error is None:
+        missing.append(
+            "arrivals between hosts, exactly: their clocks were not compared, so they are as exact as the "
+            "wall clocks."
+        )
     if predicted is None and len({each.group for each in between}) == 1:
         missing.append("whether a link is slow: there is one group only, and no predicted time to compare.")
     if not any(span.kind == Kind.DATA_WAIT for span in timeline):

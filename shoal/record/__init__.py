@@ -7,6 +7,7 @@ Nouns: Recorder (spans, one file a rank), Logger (values of a step, one rank). T
 """
 
 from shoal.record.append import AppendFile
+from shoal.record.clock_exchange import ClockExchange, exchange_clocks
 from shoal.record.destinations import Destinations, QueuedLogger
 from shoal.record.device import DeviceEvents
 from shoal.record.device_recorder import DeviceRecorder
@@ -21,6 +22,7 @@ from shoal.record.shifted import ShiftedRecorder
 
 __all__ = [
     "AppendFile",
+    "ClockExchange",
     "Destinations",
     "DeviceEvents",
     "DeviceRecorder",
@@ -37,6 +39,7 @@ __all__ = [
     "ShiftedRecorder",
     "SpanBeside",
     "SpanRecorder",
+    "exchange_clocks",
     "open_recorder",
     "spanned",
 ]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from shoal.record.append import AppendFile
+from shoal.record.clock_exchange import clock_name
 from shoal.timeline.lines import header_line, span_line
 
 __all__ = ["Fields", "SpanFile"]
@@ -32,7 +33,7 @@ class SpanFile:
     def __init__(self, path: str | os.PathLike[str], rank: int, say: Callable[[str], object]) -> None:
         self._file = AppendFile(path, "the timeline", say)
         self._origin = time.perf_counter()
-        self._file.write(header_line(rank, time.time_ns()))
+        self._file.write(header_line(rank, time.time_ns(), clock_name(), round(self._origin * 1e9)))
         self.spans: list[Fields] = []
         self._flushed = self._origin
 

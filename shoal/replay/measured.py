@@ -17,32 +17,49 @@ from shoal.timeline import Kind, Lane, Meeting, Span, Timeline, meetings
 from shoal.timeline.intervals import Interval
 from shoal.timeline.windows import StepWindows
 
-__all__ = ["graph_of"]
+__all__ = ["graph_of", "graphs_of"]
 
 _WORKS = (
     *(Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.DATA_WAIT, Kind.COPY),
     *(Kind.VALIDATION, Kind.CHECKPOINT),
 )
-_LONGEST_RUN = 200
-"""Steps of a graph at most: a graph needs memory for each of its spans."""
+_MOST_STEPS = 200
+"""Steps in graphs at most: a graph needs memory for each of its spans."""
 
 
 def graph_of(timeline: Timeline, steps: Sequence[int] | None = None) -> Graph:
-    """Return the graph of steps that follow one another.
+    """Return the graph of the longest row of steps that follow one another.
 
     Args:
         timeline: The measured timeline.
-        steps: Steps to choose from; by default all that all ranks finished, without the first two. The
-            longest row of steps without a gap counts, and its last 200 steps.
+        steps: Steps to choose from; by default all that all ranks finished, without the first two.
 
     Raises:
         ShoalError: No step was finished by all ranks.
     """
+    return max(graphs_of(timeline, steps), key=lambda graph: len(graph.steps))
+
+
+def graphs_of(timeline: Timeline, steps: Sequence[int] | None = None) -> list[Graph]:
+    """Return a graph for each row of steps that follow one another, up to the last 200 steps.
+
+    The arguments and the error are those of `graph_of`.
+    """
     windows = {rank: found for rank in timeline.ranks if (found := StepWindows(timeline, rank))}
-    row = _row(windows, steps)
-    if not row:
+    rows = _rows(windows, steps)
+    if not rows:
         raise ShoalError("the timeline holds no step that all ranks finished, so there is nothing to replay")
-    met = [each for each in meetings(timeline, windows) if row[0] <= each.step <= row[-1]]
+    met: dict[int, list[Meeting]] = {}
+    for each in meetings(timeline, windows):
+        met.setdefault(each.step, []).append(each)
+    return [
+        _graph(timeline, windows, row, [each for step in row for each in met.get(step, ())]) for row in rows
+    ]
+
+
+def _graph(
+    timeline: Timeline, windows: Mapping[int, StepWindows], row: Sequence[int], met: Sequence[Meeting]
+) -> Graph:
     collectives, numbers = _collectives(met)
     programs: dict[int, Sequence[Event]] = {}
     starts: dict[int, float] = {}
@@ -54,8 +71,8 @@ def graph_of(timeline: Timeline, steps: Sequence[int] | None = None) -> Graph:
     return Graph(programs=programs, starts=starts, collectives=collectives, steps=tuple(row))
 
 
-def _row(windows: Mapping[int, StepWindows], steps: Sequence[int] | None) -> list[int]:
-    """Return the longest row of steps without a gap that all ranks finished one after another."""
+def _rows(windows: Mapping[int, StepWindows], steps: Sequence[int] | None) -> list[list[int]]:
+    """Return the rows of steps without a gap that all ranks finished one after another."""
     if not windows:
         return []
     common = sorted(set.intersection(*(set(found) for found in windows.values())))
@@ -64,6 +81,7 @@ def _row(windows: Mapping[int, StepWindows], steps: Sequence[int] | None) -> lis
         common = [step for step in common if step in chosen]
     elif len(common) > 3:
         common = common[2:]
+    common = common[-_MOST_STEPS:]
     rows: list[list[int]] = []
     for step in common:
         follows = rows and rows[-1][-1] == step - 1
@@ -71,7 +89,7 @@ def _row(windows: Mapping[int, StepWindows], steps: Sequence[int] | None) -> lis
             rows[-1].append(step)
         else:
             rows.append([step])
-    return max(rows, key=len, default=[])[-_LONGEST_RUN:]
+    return rows
 
 
 _Spans = dict[tuple[int, int], int]

@@ -16,7 +16,7 @@ from shoal.replay.changes import (
 )
 from shoal.replay.critical_path import OnPath, critical_path
 from shoal.replay.graph import Graph, Work
-from shoal.replay.measured import graph_of
+from shoal.replay.measured import graphs_of
 from shoal.replay.play import Played, play
 from shoal.timeline import Kind, Timeline
 
@@ -73,37 +73,46 @@ def what_if(timeline: Timeline, steps: Sequence[int] | None = None) -> WhatIf:
 
     Args:
         timeline: The measured timeline.
-        steps: Steps to choose from; see `graph_of`.
+        steps: Steps to choose from; see `graphs_of`.
 
     Raises:
         ShoalError: No step was finished by all ranks.
     """
-    graph = _small_enough(timeline, graph_of(timeline, steps))
-    count = len(graph.steps)
-    played = play(graph)
-    savings = [
-        Saving(kind, what, (played.seconds - play(changed).seconds) / count)
-        for kind, what, changed in _changes(graph, played)
-    ]
-    measured = _measured_seconds(timeline, graph)
+    graphs = _few_enough(graphs_of(timeline, steps))
+    played = [play(graph) for graph in graphs]
+    count = sum(len(graph.steps) for graph in graphs)
+    replayed = sum(each.seconds for each in played)
+    saved: dict[tuple[str, str], float] = {}
+    parts: dict[tuple[int | None, tuple[int, ...], str], float] = {}
+    names = _waited_most(played)
+    for graph, each in zip(graphs, played, strict=True):
+        for kind, what, changed in _changes(graph, names):
+            saved[kind, what] = saved.get((kind, what), 0.0) + each.seconds - play(changed).seconds
+        for part in critical_path(each):
+            key = part.rank, part.group, part.what
+            parts[key] = parts.get(key, 0.0) + part.seconds
+    savings = [Saving(kind, what, seconds / count) for (kind, what), seconds in saved.items()]
+    path = [OnPath(*key, seconds / count) for key, seconds in parts.items()]
     return WhatIf(
-        steps=graph.steps,
-        seconds=measured / count,
-        replayed=played.seconds / count,
-        ideal=play(as_ideal(graph)).seconds / count,
+        steps=tuple(step for graph in graphs for step in graph.steps),
+        seconds=sum(_measured_seconds(timeline, graph) for graph in graphs) / count,
+        replayed=replayed / count,
+        ideal=sum(play(as_ideal(graph)).seconds for graph in graphs) / count,
         savings=tuple(sorted(savings, key=lambda saving: -saving.seconds)),
-        path=tuple(
-            OnPath(part.rank, part.group, part.what, part.seconds / count) for part in critical_path(played)
-        ),
+        path=tuple(sorted(path, key=lambda part: -part.seconds)),
     )
 
 
-def _small_enough(timeline: Timeline, graph: Graph) -> Graph:
-    """Return the graph of fewer steps if it has too many events to be played many times."""
-    events = sum(map(len, graph.programs.values()))
-    if events <= _MOST_EVENTS:
-        return graph
-    return graph_of(timeline, graph.steps[-max(len(graph.steps) * _MOST_EVENTS // events, 1) :])
+def _few_enough(graphs: Sequence[Graph]) -> list[Graph]:
+    """Return the last graphs, as many as can be played many times in a short time; at least one."""
+    chosen: list[Graph] = []
+    events = 0
+    for graph in reversed(graphs):
+        events += sum(map(len, graph.programs.values()))
+        if chosen and events > _MOST_EVENTS:
+            break
+        chosen.append(graph)
+    return chosen[::-1]
 
 
 def _measured_seconds(timeline: Timeline, graph: Graph) -> float:
@@ -111,7 +120,7 @@ def _measured_seconds(timeline: Timeline, graph: Graph) -> float:
     return max(span.stop for span in ends if span is not None) - min(graph.starts.values())
 
 
-def _changes(graph: Graph, played: Played) -> Iterator[tuple[str, str, Graph]]:
+def _changes(graph: Graph, names: Sequence[str]) -> Iterator[tuple[str, str, Graph]]:
     """Yield each change: its kind, what is different, and the graph with it."""
     if len(graph.programs) > 1:
         for rank in graph.programs:
@@ -125,7 +134,7 @@ def _changes(graph: Graph, played: Played) -> Iterator[tuple[str, str, Graph]]:
         named = f"{_named(group)} are as quick as other groups"
         yield "link", f"transfers among {named}", transfers_as_others(graph, [group])
     yield "network", "all transfers take no time", without_transfers(graph)
-    for name in _waited_most(graph, played):
+    for name in names:
         yield "wait", f"nobody waits for {name}", without_waits(graph, [name])
     present = {
         event.kind for program in graph.programs.values() for event in program if isinstance(event, Work)
@@ -147,16 +156,17 @@ def _stages(graph: Graph) -> dict[int, list[int]]:
     return dict(sorted(stages.items()))
 
 
-def _waited_most(graph: Graph, played: Played) -> list[str]:
+def _waited_most(played: Sequence[Played]) -> list[str]:
     """Return the names of the collectives that ranks waited for longest."""
     waited: dict[str, float] = {}
-    for rank, program in graph.programs.items():
-        before = graph.starts[rank]
-        for event, stop in zip(program, played.stops[rank], strict=True):
-            if not isinstance(event, Work) and stop > before:
-                name = graph.collectives[event.collective].name
-                waited[name] = waited.get(name, 0.0) + stop - before
-            before = stop
+    for each in played:
+        for rank, program in each.graph.programs.items():
+            before = each.graph.starts[rank]
+            for event, stop in zip(program, each.stops[rank], strict=True):
+                if not isinstance(event, Work) and stop > before:
+                    name = each.graph.collectives[event.collective].name
+                    waited[name] = waited.get(name, 0.0) + stop - before
+                before = stop
     return sorted(waited, key=lambda name: -waited[name])[:_MOST_WAITS]
 
 

@@ -21,7 +21,7 @@ from shoal.errors import (
 )
 from shoal.launch import EXIT_STOPPED, Membership, StopSignal, World
 from shoal.plan import Plan
-from shoal.record import Marks
+from shoal.record import ClockExchange, Marks, exchange_clocks
 from shoal.run import Decision, Run, write_decision
 from shoal.run.alive import AliveLock
 from shoal.train.classes import for_model, prepared
@@ -105,6 +105,7 @@ class Execution:
         first, say = number - world.rank, self._live.say
         recorder = open_run_recorder(record, self._run, number, first, device, marks, say)
         self._recorder = recorder
+        self._clocks = self._compare_clocks()
         self._profiling = open_profiling(record, self._run, number, device, marks, self._say)
         memory = self._run.memory_file(self._number) if self._config.record.memory else None
         self._memory = MemoryRecord(memory, self._number, self._say)
@@ -169,6 +170,7 @@ class Execution:
             if self._trainer.workers.retire():
                 self._do_what_is_due()
             self._trainer.workers.leave()
+            self._clocks.close()
             self._recorder.close()  # the summary reads the timelines of all ranks
             self._trainer.close()
             self._meet()
@@ -181,6 +183,7 @@ class Execution:
             return 0
         finally:
             self._trainer.close()
+            self._clocks.close()
             self._recorder.close()
             self._loggers.close()
             self._profiling.close()
@@ -346,6 +349,14 @@ class Execution:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the first call has given them already
             return prepared(self._config)
+
+    def _compare_clocks(self) -> ClockExchange:
+        if not self._config.record.timeline:
+            return ClockExchange()
+        return exchange_clocks(
+            *(self._coordinator, self._run.timeline, self._number, self._live.say),
+            towards=self._world.master[0],
+        )
 
     @property
     def _number(self) -> int:

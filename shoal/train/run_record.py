@@ -17,7 +17,7 @@ from shoal.cluster import peak_flops
 from shoal.errors import RunError, ShoalError
 from shoal.models import Transformer
 from shoal.plan import Plan
-from shoal.record import MetricsWriter, Recorder, open_recorder
+from shoal.record import ClockExchange, MetricsWriter, Recorder, exchange_clocks, open_recorder
 from shoal.run import Decision, Run, write_decision
 from shoal.run.alive import AliveLock
 from shoal.train.step_memory import MemoryRecord
@@ -79,6 +79,10 @@ class RunRecord:
         self.recorder: Recorder = recorder or open_recorder(
             self.run.timeline_file(coordinator.rank), coordinator.rank, device, say=say
         )
+        folder, rank = self.run.timeline, coordinator.rank
+        self._clocks = (
+            exchange_clocks(coordinator, folder, rank, say) if recorder is None else ClockExchange()
+        )
         self.memory = MemoryRecord(self.run.memory_file(coordinator.rank), coordinator.rank, say)
         self._metrics = MetricsWriter(self.run.metrics_file, say=say) if coordinator.rank == 0 else None
 
@@ -125,6 +129,7 @@ class RunRecord:
 
     def close(self) -> None:
         """Write what is still buffered."""
+        self._clocks.close()
         if self._owns_recorder:
             self.recorder.close()
         if self._metrics is not None:
