@@ -86,7 +86,7 @@ def parallelize(
         seed: Seed of the values of a model built on the meta device.
         device: This rank's device: the model is moved there, and a GPU becomes the current one. By default
             the device that the model is on; a model on the meta device gets its values on the CPU.
-        recorder: Recorder of the spans of collectives.
+        recorder: Recorder of the spans of collectives, and of waits for files.
         offload_folder: Folder for the files of a Plan with `offload`, best on a fast local disk.
 
     Raises:
@@ -128,7 +128,7 @@ def parallelize(
     unfilled = {name for name, each in named.items() if each.is_meta and not each.requires_grad}
     if plan.compile == "auto" and on.type != "cpu":
         plan = plan.replace(compile="blocks")
-    storage = Storage.of(plan, on, None if offload_folder is None else Path(offload_folder))
+    storage = Storage.of(plan, on, None if offload_folder is None else Path(offload_folder), recorder)
     deferral = Deferral() if pieces is not None and plan.has_halves else None
     _divide_layers(model, plan, axes, layout, split, deferral)
     if dtype != torch.float32:

@@ -44,6 +44,8 @@ class Offload:
 
     Attributes:
         parts: Exposed seconds of a step, by name: forward, backward, update.
+        waits: Seconds of a step in which a device waits for files: what is exposed, without the update's own
+            work.
         replaced: Seconds that the step saves: the optimizer's passes on the device.
         link_bytes: Bytes in a step over the device's link, in both directions.
         file_bytes: Bytes in a step to and from files.
@@ -51,6 +53,7 @@ class Offload:
     """
 
     parts: Mapping[str, float]
+    waits: float
     replaced: float
     link_bytes: float
     file_bytes: float
@@ -92,7 +95,7 @@ def offload_of(
     """
     tiers = tiers_on(plan, cluster)
     if not tiers.moved:
-        return Offload({}, 0.0, 0.0, 0.0, 0.0)
+        return Offload({}, 0.0, 0.0, 0.0, 0.0, 0.0)
     forward, backward = passes
     shard = _FP32 * owned
     in_files = {part: float(place == "file") for part, place in tiers.moved.items()}
@@ -115,12 +118,14 @@ def offload_of(
             possible="more sharding, more hosts, or optimizer:file",
             change="shard the state over more ranks, or write offload=optimizer:file",
         )
+    parts = {
+        "forward": count * max(0.0, down / rate - forward),
+        "backward": max(0.0, first / rate - backward) + (count - 1) * max(0.0, later / rate - backward),
+        "update": max(made, files / rate),
+    }
     return Offload(
-        parts={
-            "forward": count * max(0.0, down / rate - forward),
-            "backward": max(0.0, first / rate - backward) + (count - 1) * max(0.0, later / rate - backward),
-            "update": max(made, files / rate),
-        },
+        parts=parts,
+        waits=sum(parts.values()) - made,
         replaced=update,
         link_bytes=link,
         file_bytes=files + count * down + first + (count - 1) * later,

@@ -209,6 +209,10 @@ class Costs:
         seconds = max(each.after(plan, parameters, count) for each in self.all_at(plan, place))
         return seconds + (self.offload(plan, place, count).extra if plan.tiers.moved else 0.0)
 
+    def file_waits(self, plan: SettledPlan, place: int, count: int) -> float:
+        """Return the part of `after_at` in which ranks at a place along the pipeline wait for files."""
+        return self.offload(plan, place, count).waits if plan.tiers.moved else 0.0
+
     def offload(self, plan: SettledPlan, place: int, count: int) -> Offload:
         """Return the effect of the Plan's `offload` on the ranks at a place along the pipeline.
 
