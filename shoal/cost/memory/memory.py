@@ -17,6 +17,7 @@ The memory that one kernel takes for itself, and that of the batch, are not coun
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +31,7 @@ from shoal.cost.memory.peak_candidates import Moment, StageEnds, gathered_bytes,
 from shoal.cost.memory.rank import Outline, Pieces
 from shoal.cost.memory.stack import Stack
 from shoal.cost.memory.states import States, states_of
-from shoal.cost.time.offload import staging_bytes, tiers_on
+from shoal.cost.time.offload import fits_host, staging_bytes, tiers_on
 from shoal.cost.time.split import flop_costs, pieces_by_stage
 from shoal.cost.time.step import Costs
 from shoal.plan import SettledPlan
@@ -63,6 +64,7 @@ class RankMemory:
         kept: Bytes that forwards keep for backward, with gathered weights if these are cut.
         tightness: Memory of the Cluster's `device` over the least memory of the devices that it sits on; 1
             where devices are equal.
+        fits_host: Whether the host has memory for what the Plan keeps there.
     """
 
     rank: int
@@ -71,6 +73,7 @@ class RankMemory:
     states: float
     kept: float
     tightness: float = 1.0
+    fits_host: bool = True
 
     @property
     def peak(self) -> float:
@@ -79,8 +82,11 @@ class RankMemory:
 
     @property
     def required(self) -> float:
-        """Bytes of the Cluster's `device` of which the peak would be as large a share as it is of its own."""
-        return self.peak * self.tightness
+        """Bytes of the Cluster's `device` of which the peak would be as large a share as it is of its own.
+
+        They are infinite if the host has no memory for what the Plan keeps there.
+        """
+        return self.peak * self.tightness if self.fits_host else math.inf
 
     @property
     def allocated(self) -> float:
@@ -246,7 +252,9 @@ class Memories:
             parts["fragments"] = FRAGMENTS * sum(parts.values())
             parts["workspaces"] = 0.0 if self.cluster.cores else WORKSPACES
             parts["reserved"] = self.cluster.reserved
-        return RankMemory(rank.outline.index, name, parts, sum(between), rank.kept, rank.tightness)
+        owned = (rank.outline.dense + rank.outline.experts) / (plan.shards * plan.cp)
+        has_host = self.cluster is None or fits_host(plan, self.cluster, owned)
+        return RankMemory(rank.outline.index, name, parts, sum(between), rank.kept, rank.tightness, has_host)
 
     def _staged(self, plan: SettledPlan, outline: Outline) -> tuple[float, float]:
         """Return the bytes of buffers in the passes and in the update; on GPUs the host has them."""
