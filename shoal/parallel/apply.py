@@ -150,7 +150,7 @@ def parallelize(
         unfilled=frozenset(unfilled),
     )
     if pieces is None:
-        compile_blocks(blocks, plan.recompute, plan.compile, on)
+        _recompute(blocks, len(blocks), plan, on)
         strategies, pipeline = [_strategy(setup, plan)], None
     else:
         strategies, pipeline = _staged(setup, pieces, plan, deferral, recorder, on)
@@ -251,13 +251,20 @@ def _staged(
             entry=entry,
             compressing=Compressing.of(plan),
         )
-        compile_blocks(blocks, plan.recompute, plan.compile, device)
+        _recompute(blocks, len(setup.blocks), plan, device)
         taken |= stage.names
         here.append(StageHere(entry, _strategy(own, plan), deferral))
     return (
         [stage.strategy for stage in here],
         Pipeline(plan, here, pieces.times, axis, recorder, device),
     )
+
+
+def _recompute(blocks: Sequence[nn.Module], every: int, plan: Plan, device: torch.device) -> None:
+    """Compile and recompute the blocks of a stage, of `every` ones that the model has."""
+    recomputed = plan.recomputed
+    again = recomputed.count(len(blocks), every)
+    compile_blocks(blocks, recomputed.policy, plan.compile, device, again)
 
 
 def _strategy(setup: Setup, plan: Plan) -> Strategy:

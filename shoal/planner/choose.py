@@ -11,6 +11,7 @@ from shoal.plan import CHOICES
 from shoal.planner.candidate import Candidate
 from shoal.planner.explain import explain
 from shoal.planner.explanation import Explanation
+from shoal.planner.fewest import with_fewest_recomputed
 from shoal.planner.money import cheapest
 from shoal.planner.offloaded import quicker_outside
 from shoal.planner.polish import polished, simplest, with_found_schedule
@@ -123,7 +124,7 @@ def choose(
         taken = quicker_outside(search, best)
     if taken is not None:
         search, outside = taken
-        winner = search.candidate(_touched(search, outside))
+        winner = search.candidate(with_fewest_recomputed(search, _touched(search, outside)))
         found = [winner, *(each for each in found if each.degrees != winner.degrees)]
     if not found:
         raise refusal(search)
@@ -135,7 +136,7 @@ def touched_up(search: Search, found: Sequence[Fitted]) -> list[Candidate]:
     rows = found[:ROWS]
     touched = list(search.each(_touched, rows, [search.helps(Degrees.of(each.plan)) for each in rows]))
     touched += with_shares(search, ROWS)
-    best = simplest(search, min(touched, key=_seconds))
+    best = simplest(search, with_fewest_recomputed(search, min(touched, key=_seconds)))
     quickest = {Degrees.of(best.plan): best}
     for each in sorted((*touched, *found[ROWS:]), key=_seconds):
         quickest.setdefault(Degrees.of(each.plan), each)

@@ -32,7 +32,7 @@ from shoal.cost.memory.rank import Outline, Pieces
 from shoal.cost.memory.stack import Stack
 from shoal.cost.memory.states import States, states_of
 from shoal.cost.time.offload import fits_host, staging_bytes, tiers_on
-from shoal.cost.time.split import flop_costs, pieces_by_stage
+from shoal.cost.time.split import flop_costs, kept_pieces, pieces_by_stage
 from shoal.cost.time.step import Costs
 from shoal.plan import SettledPlan
 from shoal.plan.schedules import Held
@@ -144,7 +144,7 @@ class Memories:
         self._kinds = None if cluster is None or not cluster.parts else Kinds(cluster)
         self._costs = Costs(workload, cluster) if costs is None and cluster is not None else costs
         self._copies = copies
-        self._pieces: dict[Layout, Pieces] = {}
+        self._pieces: dict[tuple[Layout, frozenset[int]], Pieces] = {}
         self._uncovered: dict[tuple[object, ...], list[Outline]] = {}
         self._largest: dict[tuple[object, ...], tuple[_Rank, ...]] = {}
 
@@ -172,9 +172,9 @@ class Memories:
             PlanError: The model does not divide into the Plan's stages.
         """
         layout = self.layout(plan)
-        cut: tuple[object, ...] = (layout,)
+        cut: tuple[object, ...] = (layout, plan.recomputed.blocks)
         if plan.pp > 1:
-            cut = layout, plan.pp, plan.schedule, plan.virtual, plan.activations, plan.split, batch // plan.dp
+            cut = *cut, plan.pp, plan.schedule, plan.virtual, plan.activations, plan.split, batch // plan.dp
         if self._kinds is not None:
             cut = *cut, plan.dp, plan.order
         key = (*cut, plan.shard, plan.bucket) if plan.sharding.communicates_each_micro_batch else cut
@@ -293,10 +293,11 @@ class Memories:
         self, plan: SettledPlan, layout: Layout, batch: int, places: Container[int] | None = None
     ) -> Iterator[Outline]:
         """Yield the outline of each rank along `pp`, or of those at these places."""
-        pieces = self._pieces.get(layout)
-        if pieces is None:
-            pieces = self._pieces[layout] = Pieces(self.workload, layout)
         stages, microbatches = self.stages(plan, batch), plan.microbatches_of(batch)
+        kept = kept_pieces(self.workload, plan, stages)
+        pieces = self._pieces.get((layout, kept))
+        if pieces is None:
+            pieces = self._pieces[layout, kept] = Pieces(self.workload, layout, kept)
         if plan.pp == 1:
             return pieces.outlines(stages, (0,), ((Held((1.0,), (0.0,)),),), places)
         virtual = plan.stages // plan.pp

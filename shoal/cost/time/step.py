@@ -45,7 +45,7 @@ from shoal.cost.time.least import Beside, Passes, least_end
 from shoal.cost.time.merges import Merge, merge_of
 from shoal.cost.time.offload import Offload, offload_of, require_host
 from shoal.cost.time.passes import stream_seconds
-from shoal.cost.time.split import pieces_by_stage
+from shoal.cost.time.split import as_kept, kept_pieces, pieces_by_stage
 from shoal.cost.time.stage_cost import StageCost, backward_waited_for, works_by_stage
 from shoal.cost.time.update import gradient_sum_bytes, update_bytes
 from shoal.plan import Boundary, Groups, SettledPlan
@@ -276,7 +276,7 @@ class Costs:
         layout = Layout.of(plan)
         where = () if self._by_kind is None else (plan.dp, plan.order)
         by_cost = count if plan.split == "cost" else 0
-        key = layout, plan.pp, plan.schedule, plan.virtual, plan.split, by_cost, where
+        key = layout, plan.pp, plan.schedule, plan.virtual, plan.split, by_cost, plan.recomputed.blocks, where
         found = self._stages.get(key)
         if found is None:
             held = self._cut(plan, count) if plan.split == "cost" else self._cuts.get(key[1:])
@@ -298,6 +298,8 @@ class Costs:
         pieces = self.workload.pieces
         costs, paces = partial(self.piece_costs, Layout.of(plan)), partial(self.paces, plan)
         ranges = pieces_by_stage(self.workload, plan, count, costs, paces)
+        if kept := kept_pieces(self.workload, plan, ranges):
+            pieces = [as_kept(piece) if place in kept else piece for place, piece in enumerate(pieces)]
         return [pieces[each.start : each.stop] for each in ranges]
 
     def _cut(self, plan: SettledPlan, count: int) -> list[_Held]:
