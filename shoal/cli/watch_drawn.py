@@ -32,6 +32,7 @@ _LOOKS: Mapping[str, tuple[str, str]] = {
     "exposed_communication": ("▓", "yellow"),
     "bubble": ("░", "white"),
     "data_wait": ("▒", "cyan"),
+    "file_wait": ("▖", "green"),
     "straggler_wait": ("▞", "bright_red"),
     "other": ("·", "bright_black"),
 }

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from shoal.plan import DEFAULT_ORDER, Group, Groups, SettledPlan, element_bytes
 from shoal.plan.groups import context_group, expert_group, tensor_group
-from shoal.workload import Part
+from shoal.workload import Block, Part
 
 __all__ = ["Layout"]
 
@@ -19,7 +19,7 @@ class Layout(NamedTuple):
         tp, cp, ep: The degrees of tensor, context and expert parallelism.
         tensor: The Plan's kind of tensor parallelism.
         context: The Plan's kind of context parallelism.
-        recompute: The Plan's recompute policy.
+        recompute: The Plan's recompute policy, for blocks that are not kept.
         precision: The Plan's precision.
         compile: The Plan's setting for torch.compile.
         apart: The groups of tp, cp and ep, if the Plan's `order` is not the default one; otherwise None.
@@ -47,7 +47,7 @@ class Layout(NamedTuple):
             plan.ep,
             plan.tensor,
             plan.context,
-            plan.recompute,
+            plan.recomputed.policy,
             plan.precision,
             plan.compile,
             None if groups is None else (groups.tp, groups.cp, groups.ep),
@@ -72,6 +72,10 @@ class Layout(NamedTuple):
     def width(self) -> int:
         """Bytes of an element in the type of the compute."""
         return element_bytes(self.precision)
+
+    def policy(self, block: Block, *, is_layer: bool) -> str:
+        """Return the recompute policy of a block; embedding and end have none."""
+        return self.recompute if is_layer and not block.is_kept else "none"
 
     def experts(self, copies: int) -> int:
         """Return one rank's number of experts, if a layer has `copies` of them; 1 of a plain operation."""

@@ -86,7 +86,7 @@ def parallelize(
         seed: Seed of the values of a model built on the meta device.
         device: This rank's device: the model is moved there, and a GPU becomes the current one. By default
             the device that the model is on; a model on the meta device gets its values on the CPU.
-        recorder: Recorder of the spans of collectives.
+        recorder: Recorder of the spans of collectives, and of waits for files.
         offload_folder: Folder for the files of a Plan with `offload`, best on a fast local disk.
 
     Raises:
@@ -128,7 +128,7 @@ def parallelize(
     unfilled = {name for name, each in named.items() if each.is_meta and not each.requires_grad}
     if plan.compile == "auto" and on.type != "cpu":
         plan = plan.replace(compile="blocks")
-    storage = Storage.of(plan, on, None if offload_folder is None else Path(offload_folder))
+    storage = Storage.of(plan, on, None if offload_folder is None else Path(offload_folder), recorder)
     deferral = Deferral() if pieces is not None and plan.has_halves else None
     _divide_layers(model, plan, axes, layout, split, deferral)
     if dtype != torch.float32:
@@ -150,7 +150,7 @@ def parallelize(
         unfilled=frozenset(unfilled),
     )
     if pieces is None:
-        compile_blocks(blocks, plan.recompute, plan.compile, on)
+        _recompute(blocks, len(blocks), plan, on)
         strategies, pipeline = [_strategy(setup, plan)], None
     else:
         strategies, pipeline = _staged(setup, pieces, plan, deferral, recorder, on)
@@ -251,13 +251,20 @@ def _staged(
             entry=entry,
             compressing=Compressing.of(plan),
         )
-        compile_blocks(blocks, plan.recompute, plan.compile, device)
+        _recompute(blocks, len(setup.blocks), plan, device)
         taken |= stage.names
         here.append(StageHere(entry, _strategy(own, plan), deferral))
     return (
         [stage.strategy for stage in here],
         Pipeline(plan, here, pieces.times, axis, recorder, device),
     )
+
+
+def _recompute(blocks: Sequence[nn.Module], every: int, plan: Plan, device: torch.device) -> None:
+    """Compile and recompute the blocks of a stage, of `every` ones that the model has."""
+    recomputed = plan.recomputed
+    again = recomputed.count(len(blocks), every)
+    compile_blocks(blocks, recomputed.policy, plan.compile, device, again)
 
 
 def _strategy(setup: Setup, plan: Plan) -> Strategy:

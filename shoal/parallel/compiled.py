@@ -40,7 +40,11 @@ _GRAPHS_PER_BLOCK = 8
 
 
 def compile_blocks(
-    blocks: Sequence[nn.Module], recompute: str, compile: str = "none", device: torch.device | None = None
+    blocks: Sequence[nn.Module],
+    recompute: str,
+    compile: str = "none",
+    device: torch.device | None = None,
+    again: int | None = None,
 ) -> None:
     """Wrap the blocks' forward, within their hooks, so that recomputing does not run these again.
 
@@ -49,6 +53,7 @@ def compile_blocks(
         recompute: none, selective or full.
         compile: none or blocks.
         device: Device of the parameters; None for a CPU.
+        again: Number of the blocks, the first ones, that recompute; None for all. Others keep everything.
     """
     compiler: Any = None
     if compile == "blocks":
@@ -59,14 +64,14 @@ def compile_blocks(
         config: Any = torch._dynamo.config
         config.recompile_limit = max(config.recompile_limit, _GRAPHS_PER_BLOCK * len(blocks))
         config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
-    for block in blocks:
-        forward = block.forward
-        if recompute == "selective":
+    for number, block in enumerate(blocks):
+        forward, policy = block.forward, recompute if again is None or number < again else "none"
+        if policy == "selective":
             contexts = partial(create_selective_checkpoint_contexts, _keep_expensive)
             forward = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
-        if compiler is not None:
+        if compiler is not None and (compile == "blocks" or policy == "selective"):
             forward = compiler(forward)
-        if recompute == "full":
+        if policy == "full":
             forward = partial(checkpoint, forward, use_reentrant=False)
         if forward is not block.forward:
             block.forward = forward

@@ -16,7 +16,7 @@ from shoal.plan.group import Group
 from shoal.plan.groups import FamilyGroups, Groups
 from shoal.plan.legal import VARIED, legal_plans
 from shoal.plan.mesh import Mesh
-from shoal.plan.offload import BLOCK_ELEMENTS, BUFFERS, DEVICE, GRANULE, Tiers
+from shoal.plan.offload import BLOCK_ELEMENTS, BUFFERS, DEVICE, GRANULE, OFFLOADED, Tiers
 from shoal.plan.order import AXES, DEFAULT_ORDER
 from shoal.plan.plan import Plan, divisors, element_bytes, parse_settings
 from shoal.plan.settled import SettledPlan
@@ -36,6 +36,7 @@ __all__ = [
     "EQUAL",
     "FULLY_SHARDED",
     "GRANULE",
+    "OFFLOADED",
     "SHARDINGS",
     "SYNCHRONOUS",
     "UNSHARDED",

@@ -10,7 +10,7 @@ from shoal.plan.exchange import EXCHANGES
 from shoal.plan.schedules import FOUND, NAMES
 from shoal.plan.sharding import SHARDINGS
 
-__all__ = ["CHOICES", "DEGREES", "WHOLE", "require_choice", "require_whole"]
+__all__ = ["CHOICES", "DEGREES", "WHOLE", "element_bytes", "require_choice", "require_whole"]
 
 DEGREES = ("dp", "tp", "pp", "cp", "ep")
 """Names of the degrees, in the order of the text form."""
@@ -33,6 +33,11 @@ WHOLE: Mapping[str, int] = {
     **dict.fromkeys(("delay", "dense", "servers", "quorum", "mirror"), 0),
 }
 """Settings that are whole numbers, with the least value of each."""
+
+
+def element_bytes(precision: str) -> int:
+    """Return the bytes of one element of the weights that compute in a Plan's precision."""
+    return 4 if precision in ("fp32", "tf32") else 2
 
 
 def require_choice(name: str, value: Any) -> None:

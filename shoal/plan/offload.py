@@ -86,6 +86,13 @@ class Tiers:
         """Return these places for a rank on a CPU, where the host's memory is the device's."""
         return replace(self, optimizer="device") if self.optimizer == "host" else self
 
+    def takes(self, sharding: Sharding) -> bool:
+        """Return whether a sharding can have its state in these places: see `require`."""
+        cuts_both = sharding.cuts_gradients and sharding.cuts_weights
+        return (self.gradients == "device" or cuts_both) and (
+            self.parameters == "device" or sharding.cuts_weights
+        )
+
     def require(self, sharding: Sharding, exchange: str) -> Tiers:
         """Return these places, once it is checked that a Plan's sharding and exchange can have state there.
 

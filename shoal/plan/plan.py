@@ -10,22 +10,15 @@ from operator import attrgetter
 from typing import Any, Self
 
 from shoal.errors import PlanError
-from shoal.plan.choices import CHOICES, DEGREES, WHOLE, require_choice, require_whole
+from shoal.plan.choices import CHOICES, DEGREES, WHOLE, element_bytes, require_choice, require_whole
 from shoal.plan.compression import Compression
 from shoal.plan.degrees import divisors, require_degrees
 from shoal.plan.exchange import SETTINGS, SYNCHRONOUS, Exchange
 from shoal.plan.group import split_dims
 from shoal.plan.offload import OFFLOADED, Tiers
 from shoal.plan.order import AXES, DEFAULT_ORDER, axes_of, require_order, strides_of
-from shoal.plan.schedules import (
-    FOUND,
-    Schedule,
-    Times,
-    kind_of,
-    make,
-    require_numbers,
-    search,
-)
+from shoal.plan.recompute import Recompute
+from shoal.plan.schedules import FOUND, Schedule, Times, kind_of, make, require_numbers, search
 from shoal.plan.sharding import SHARDINGS, UNSHARDED, Sharding
 from shoal.plan.shares import EQUAL, Shares
 from shoal.plan.text import read_number, settings_of
@@ -93,7 +86,7 @@ class Plan:
         bucket: Bytes of parameters in a bucket, at which it is closed. With zero3 and zero3-once each block
             is a bucket.
         recompute: What a block's backward computes again instead of keeping it: nothing, all but matrix
-            products and attention (selective), or everything (full).
+            products and attention (selective), or everything (full); full:8 does so in 8 of the blocks.
         precision: Type in which the model computes: fp32; tf32, fp32 whose products round their operands to
             tf32 where the device can; bf16; fp8, bf16 whose products in blocks round theirs to 8 bits. The
             optimizer's copy, its state and the sums of gradients are always fp32.
@@ -151,8 +144,9 @@ class Plan:
             if getattr(self, name) is not None:
                 require_whole(name, getattr(self, name))
         for name, values in CHOICES.items():
-            if getattr(self, name) not in values:
+            if getattr(self, name) not in values and name != "recompute":
                 require_choice(name, getattr(self, name))
+        Recompute.parse(self.recompute)  # raises
         require_degrees(self.sharding, dp=self.dp, cp=self.cp, ep=self.ep, replicate=self.replicate)
         if self.order != DEFAULT_ORDER:
             self._require_order()
@@ -309,6 +303,11 @@ class Plan:
         return Tiers.parse(self.offload)
 
     @property
+    def recomputed(self) -> Recompute:
+        """What is computed again in backward, and in how many blocks."""
+        return Recompute.parse(self.recompute)
+
+    @property
     def exchanged(self) -> Exchange:
         """How workers exchange what they learn."""
         return _exchange_of(self.exchange, self.compress, tuple([getattr(self, name) for name in SETTINGS]))
@@ -389,11 +388,6 @@ def parse_settings(text: str) -> dict[str, Any]:
         PlanError: A key is unknown or given twice, or a value cannot be read.
     """
     return settings_of(text, _FIELDS, _read)
-
-
-def element_bytes(precision: str) -> int:
-    """Return the bytes of one element of the weights that compute in a Plan's precision."""
-    return 4 if precision in ("fp32", "tf32") else 2
 
 
 def _read(name: str, value: str) -> int | float | str:

@@ -11,7 +11,9 @@ from shoal.plan import CHOICES
 from shoal.planner.candidate import Candidate
 from shoal.planner.explain import explain
 from shoal.planner.explanation import Explanation
+from shoal.planner.fewest import with_fewest_recomputed
 from shoal.planner.money import cheapest
+from shoal.planner.offloaded import quicker_outside
 from shoal.planner.polish import polished, simplest, with_found_schedule
 from shoal.planner.proportion import with_shares
 from shoal.planner.refusal import refusal
@@ -38,12 +40,14 @@ class Choice:
         legal: Number of legal Plans on the number of devices that the best one has.
         played: Number of legal Plans that were played; bounds excluded the others.
         search: The search that found the best, for questions about it.
+        resident: The best Plan without `offload`; None if none fits.
     """
 
     candidates: Sequence[Candidate]
     legal: int
     played: int
     search: Search
+    resident: Candidate | None
 
     @property
     def best(self) -> Candidate:
@@ -52,7 +56,7 @@ class Choice:
 
     def explain(self) -> Explanation:
         """Explain why it is the best; every Plan that it is compared with is played."""
-        return explain(self.search, self.best, self.candidates)
+        return explain(self.search, self.best, self.candidates, self.resident)
 
 
 def choose(
@@ -65,6 +69,7 @@ def choose(
     limit: int = 5,
     precision: str | None = None,
     fork: bool = False,
+    may_offload: bool = True,
 ) -> Choice:
     """Choose among all legal Plans.
 
@@ -78,6 +83,8 @@ def choose(
         precision: The precision of all Plans; None for the type of 16 bits or more in which the device
             computes fastest. fp8 is never chosen without being asked for, as it trains with coarser numbers.
         fork: Whether a second process may be forked to search beside this one, which finds the same.
+        may_offload: Whether a Plan may have `offload`; it is taken if it is quicker: see
+            `shoal.planner.offloaded`.
 
     Raises:
         ConfigError: The objective, the margin, the limit or the precision is not possible.
@@ -109,9 +116,19 @@ def choose(
     if fork:
         search.fork()
     ranking = search.best(max(limit, ROWS))
-    if not ranking.candidates:
+    found = touched_up(search, ranking.found) if ranking.found else []
+    resident = found[0] if found else None
+    taken = None
+    if may_offload:
+        best = None if resident is None else Fitted(resident.plan, resident.memory, resident.seconds)
+        taken = quicker_outside(search, best)
+    if taken is not None:
+        search, outside = taken
+        winner = search.candidate(with_fewest_recomputed(search, _touched(search, outside)))
+        found = [winner, *(each for each in found if each.degrees != winner.degrees)]
+    if not found:
         raise refusal(search)
-    return Choice(touched_up(search, ranking.found)[:limit], ranking.legal, ranking.played, search)
+    return Choice(found[:limit], ranking.legal, ranking.played, search, resident)
 
 
 def touched_up(search: Search, found: Sequence[Fitted]) -> list[Candidate]:
@@ -119,7 +136,7 @@ def touched_up(search: Search, found: Sequence[Fitted]) -> list[Candidate]:
     rows = found[:ROWS]
     touched = list(search.each(_touched, rows, [search.helps(Degrees.of(each.plan)) for each in rows]))
     touched += with_shares(search, ROWS)
-    best = simplest(search, min(touched, key=_seconds))
+    best = simplest(search, with_fewest_recomputed(search, min(touched, key=_seconds)))
     quickest = {Degrees.of(best.plan): best}
     for each in sorted((*touched, *found[ROWS:]), key=_seconds):
         quickest.setdefault(Degrees.of(each.plan), each)

@@ -20,6 +20,7 @@ from shoal.plan import SettledPlan
 from shoal.planner.candidate import Candidate
 from shoal.planner.explanation import Change, Explanation, Neighbour
 from shoal.planner.neighbours import half_and_twice, moved, neighbours
+from shoal.planner.offloaded import unknown_rates
 from shoal.planner.polish import simplest
 from shoal.planner.proportion import with_shares
 from shoal.planner.search import LOOSE, Search
@@ -36,13 +37,16 @@ _MOST_PLAYED = 6
 """Plans that are played on a changed machine, those of the least bounds."""
 
 
-def explain(search: Search, winner: Candidate, shown: Sequence[Candidate]) -> Explanation:
+def explain(
+    search: Search, winner: Candidate, shown: Sequence[Candidate], resident: Candidate | None
+) -> Explanation:
     """Explain the best Plan of a search, by comparison with others.
 
     Args:
         search: The search that found it.
         winner: The best Plan.
         shown: All Plans that are shown, best first.
+        resident: The best Plan without `offload`; None if none fits.
     """
     unlimited = _roomier(search, winner, math.inf)
     kind = _kind(winner.degrees)
@@ -64,6 +68,8 @@ def explain(search: Search, winner: Candidate, shown: Sequence[Candidate]) -> Ex
         _compute(search, winner),
         traffic_of(winner.workload, winner.cluster, winner.plan, winner.batch),
         unequal(search, winner),
+        resident,
+        unknown_rates(search.cluster),
     )
 
 
@@ -146,7 +152,7 @@ def _roomier(search: Search, winner: Candidate, room: float) -> Candidate:
         pairs = zip(degrees, winner.degrees, strict=True)
         return all(each <= 2 * other and other <= 2 * each for each, other in pairs)
 
-    best = search.best(1, accept, room, LOOSE).best
+    best = search.resident.best(1, accept, room, LOOSE).best
     return winner if best is None or best.seconds >= winner.seconds else best
 
 

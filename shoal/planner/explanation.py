@@ -89,6 +89,8 @@ class Explanation:
             that waits least computes longer than the mean one.
         traffic: The communication of one rank.
         unequal: What slower devices cost; None where all are equal.
+        resident: The best Plan without `offload`; None if none fits.
+        unknown: Rates of the machine that are not known, so that some `offload` was not tried.
     """
 
     winner: Candidate
@@ -106,12 +108,16 @@ class Explanation:
     compute: Mapping[str, float]
     traffic: Traffic
     unequal: Unequal | None = None
+    resident: Candidate | None = None
+    unknown: tuple[str, ...] = ()
 
     def sentences(self) -> Iterator[str]:
         """Yield the explanation, in sentences."""
         yield _bounds(self)
         yield _compute(self)
         yield _memory(self)
+        if self.winner.plan.tiers.moved:
+            yield _offload(self)
         if self.unequal is not None:
             yield from self.unequal.sentences(self.winner)
         yield from _degrees(self)
@@ -147,7 +153,18 @@ def _memory(told: Explanation) -> str:
     held = f"A device holds at most {held} of {room}"
     if free.plan == winner.plan or free.seconds > (1 - _LEAST) * winner.seconds:
         return f"{held}; more memory would gain nothing."
-    return f"{held}. Without a limit, {free.layout} would be {_faster(winner, free)} faster."
+    untried = (
+        f" Not every offload was tried: {_joined([*told.unknown])} is not known." if told.unknown else ""
+    )
+    return f"{held}. Without a limit, {free.layout} would be {_faster(winner, free)} faster.{untried}"
+
+
+def _offload(told: Explanation) -> str:
+    moved = f"State that is not on the device: {told.winner.plan.offload}."
+    if told.resident is None:
+        return f"{moved} Without offload no Plan fits in memory."
+    slower = _faster(told.resident, told.winner)
+    return f"{moved} The best Plan without offload is {told.resident.layout}: it is {slower} slower."
 
 
 def _degrees(told: Explanation) -> Iterator[str]:

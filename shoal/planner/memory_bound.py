@@ -26,7 +26,7 @@ from typing import NamedTuple
 from shoal.cluster import Cluster
 from shoal.cost import Kinds, Layout
 from shoal.cost.memory import FRAGMENTS, WORKSPACES, activation_peaks, kept_bytes, state_bytes
-from shoal.plan import Plan
+from shoal.plan import DEVICE, Plan, Tiers
 from shoal.plan.schedules import kind_of
 from shoal.planner.space import Degrees, HybridSharding, Variant
 from shoal.workload import Block, Workload
@@ -64,10 +64,12 @@ class LeastMemory:
     Args:
         workload: The training.
         cluster: The machines that it runs on.
+        tiers: Where Plans keep their state.
     """
 
-    def __init__(self, workload: Workload, cluster: Cluster) -> None:
+    def __init__(self, workload: Workload, cluster: Cluster, tiers: Tiers = DEVICE) -> None:
         self._workload = workload
+        self._tiers = tiers.of_cpu if cluster.cores else tiers
         self._reserved = cluster.reserved
         self._workspaces = 0.0 if cluster.cores else WORKSPACES
         self._kinds = Kinds(cluster) if cluster.parts else None
@@ -136,10 +138,8 @@ class LeastMemory:
     def states(self, degrees: Degrees, sharding: HybridSharding, precision: str) -> StateBytes:
         """Return the bytes of each parameter's states on a rank."""
         shards = degrees.dp // sharding.replicate * degrees.cp if sharding.kind.cuts_optimizer else 1
-        name = sharding.kind.name
-        return StateBytes(
-            _state_bytes(name, precision, shards), _state_bytes(name, precision, shards / degrees.ep)
-        )
+        kept = sharding.kind.name, precision, self._tiers
+        return StateBytes(_state_bytes(*kept, shards), _state_bytes(*kept, shards / degrees.ep))
 
     def peak(self, share: Share, states: StateBytes) -> float:
         """Return the peak bytes of a rank with this share."""
@@ -174,6 +174,8 @@ class LeastMemory:
     def _kept_by(self, layout: Layout) -> list[float]:
         """Return the bytes that a layer of each kind keeps; they do not depend on expert parallelism."""
         found = self._kept.get(layout)
+        if found is None and self._tiers.activations != "device":
+            found = self._kept[layout] = [0.0] * len(self._blocks)
         if found is None:
             found = self._kept[layout] = [
                 kept_bytes(block, self._workload, layout, is_layer=True) for block, _ in self._blocks
@@ -187,9 +189,9 @@ def _counts_before(workload: Workload, kind: Block) -> list[int]:
 
 
 @lru_cache(maxsize=1 << 12)
-def _state_bytes(shard: str, precision: str, shards: float) -> float:
+def _state_bytes(shard: str, precision: str, tiers: Tiers, shards: float) -> float:
     """Return the bytes of a parameter's states, cut over so many ranks."""
-    return state_bytes(Plan(shard=shard, precision=precision), shards)
+    return state_bytes(Plan(shard=shard, precision=precision), shards, tiers)
 
 
 @lru_cache(maxsize=1 << 12)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from shoal.cost.memory import smallest_fit
 from shoal.errors import PlanError
 from shoal.plan import SettledPlan
-from shoal.planner.offloaded import with_offload
+from shoal.planner.offloaded import unknown_rates
 from shoal.planner.search import Search
-from shoal.units import format_seconds
 
 __all__ = ["refusal"]
 
@@ -38,9 +37,9 @@ def _nothing_fits(search: Search, plan: SettledPlan, told: str) -> PlanError:
     else:
         possible = f"{smallest.devices} of these devices or more, with {smallest.plan}"
         change = f"use {smallest.devices} devices, devices with more memory, or a smaller margin"
-    if plan.sharding.cuts_weights and (found := with_offload(search, plan)) is not None:
-        possible += f"; or, with a step of {format_seconds(found.seconds)}, these devices with {found.plan}"
-        change += f", or train with offload={found.plan.offload}"
+    if unknown := unknown_rates(search.cluster):
+        possible += f"; Plans with offload were not all tried, as {', '.join(unknown)} is not known"
+        change += ", or measure a host and its files with shoal probe --files"
     return PlanError(
         f"{workload.name} does not fit {cluster.devices} devices of {cluster.name}: even with {plan}, {told}",
         possible=possible,

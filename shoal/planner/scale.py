@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from shoal.cluster import Cluster
 from shoal.planner.candidate import Candidate
+from shoal.planner.offloaded import quicker_outside
 from shoal.planner.refusal import refusal
 from shoal.planner.search import Search
 from shoal.workload import Workload
@@ -90,7 +91,7 @@ def scale(
     found, unfit = list[Candidate](), list[int]()
     for count in sorted(set(counts)):
         samples = _samples(count, batch, per_device)
-        best = Search(workload, cluster.with_devices(count), samples, margin=margin).best(1).best
+        best = _best(Search(workload, cluster.with_devices(count), samples, margin=margin))
         if best is None:
             unfit.append(count)
         else:
@@ -100,6 +101,14 @@ def scale(
         raise refusal(Search(workload, most, _samples(max(counts), batch, per_device), margin=margin))
     points = tuple(_point(each, found[0]) for each in found)
     return Scaling(points, tuple(unfit), _last(points, _PAYS), _last(points, 1.0))
+
+
+def _best(search: Search) -> Candidate | None:
+    """Return the best Plan, with `offload` if that is quicker."""
+    found = search.best(1).found
+    best = found[0] if found else None
+    search, best = quicker_outside(search, best) or (search, best)
+    return None if best is None else search.candidate(best)
 
 
 def _samples(count: int, batch: int | None, per_device: int | None) -> int:

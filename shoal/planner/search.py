@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +24,7 @@ from typing import TypeVar
 
 from shoal.cluster import Cluster
 from shoal.cost.memory import too_large
-from shoal.plan import SettledPlan
+from shoal.plan import OFFLOADED, SettledPlan
 from shoal.planner.candidate import Candidate
 from shoal.planner.frontier import Frontier, Key, Takes
 from shoal.planner.helper import Helper, can_help
@@ -80,6 +81,8 @@ class Search:
         least_memory: Bounds for this Workload on devices with equal memory, to share; None to compute them.
         precision: The precision of all Plans; None for the type of 16 bits or more in which the device
             computes fastest.
+        offload: What all Plans keep outside of the devices.
+        resident: The search of the same training for Plans without `offload`; None if this is it.
     """
 
     def __init__(
@@ -91,13 +94,18 @@ class Search:
         margin: float = 0.1,
         least_memory: LeastMemory | None = None,
         precision: str | None = None,
+        offload: str = OFFLOADED,
+        resident: Search | None = None,
     ) -> None:
         self.workload = workload
         self.cluster = cluster
         self.batch = batch
         self.margin = margin
         self.precision = precision
-        self.shared = Shared(workload, cluster, batch, least_memory, precision)
+        self.offload = offload
+        self.resident = self if resident is None else resident
+        known = None if resident is None else resident.shared
+        self.shared = Shared(workload, cluster, batch, least_memory, precision, offload, known)
         self.tree = Tree(self.shared)
         self._helper: Helper | None = None
 
@@ -115,6 +123,19 @@ class Search:
             margin=self.margin,
             least_memory=self.shared.least_memory,
             precision=self.precision,
+            offload=self.offload,
+        )
+
+    def outside(self, offload: str) -> Search:
+        """Return a search of the same training for Plans that keep this outside of the devices."""
+        return Search(
+            self.workload,
+            self.cluster,
+            self.batch,
+            margin=self.margin,
+            precision=self.precision,
+            offload=offload,
+            resident=self.resident,
         )
 
     @property
@@ -128,6 +149,7 @@ class Search:
         accept: Callable[[Degrees], bool] = lambda degrees: True,
         room: float | None = None,
         slack: float = SLACK,
+        below: float = math.inf,
     ) -> Ranking:
         """Return the best Plan for each of the `limit` best accepted sets of degrees.
 
@@ -137,21 +159,28 @@ class Search:
             room: Bytes that a Plan may fill instead of `self.room`.
             slack: The share by which a Plan that was not played may be quicker than the first that is
                 returned; LOOSE for the others.
+            below: Seconds from which on no Plan is looked for.
         """
         room = self.room if room is None else room
         accepted = list(filter(accept, self.tree.degrees))
         if self._helper is not None:
             try:
                 halves = self._helper.halves(accepted, room, limit)
-                found = self._best_of(limit, accepted, halves, slack)
+                found = self._best_of(limit, accepted, halves, slack, below)
                 self._helper.stop()
                 return found
             except BrokenPipeError:
                 self._helper = None
-        return self._best_of(limit, accepted, [Frontier(self.tree, enumerate(accepted), room, limit)], slack)
+        frontier = Frontier(self.tree, enumerate(accepted), room, limit)
+        return self._best_of(limit, accepted, [frontier], slack, below)
 
     def _best_of(
-        self, limit: int, accepted: Sequence[Degrees], frontiers: Sequence[Takes], slack: float
+        self,
+        limit: int,
+        accepted: Sequence[Degrees],
+        frontiers: Sequence[Takes],
+        slack: float,
+        below: float,
     ) -> Ranking:
         """Return the best Plans; the frontiers are those of the accepted degrees, by their numbers."""
         order = itertools.count()  # equal times of played Plans keep their order
@@ -167,7 +196,7 @@ class Search:
                 if degrees not in done and best[degrees].seconds == seconds:
                     done[degrees] = best[degrees]
                 continue
-            if not place:  # nothing is left
+            if not place or least >= below:  # nothing is left
                 break
             degrees = accepted[place[0]]
             if degrees in done:

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from shoal.cost import Costs, Layout
-from shoal.cost.time import straggler_share
-from shoal.plan import Plan, SettledPlan
+from shoal.cost.time import straggler_share, update_outside
+from shoal.plan import FULLY_SHARDED, Plan, SettledPlan
 from shoal.planner.data_parallel_bound import (
     Communication,
     LeastDataParallel,
@@ -59,12 +59,19 @@ class LeastStep:
         self.parameters = sum([block.parameters for block in space.workload.pieces], Parameters())
         self._begin = min(kind.update(self._alone, Parameters()) for kind in self._kinds)
         self._update = min(kind.update(self._alone, _MANY) for kind in self._kinds) - self._begin
+        self._offloaded = 0.0  # least seconds of a parameter's update outside of the device
+        if space.tiers.moved:
+            plan = self._alone.replace(shard=FULLY_SHARDED.name, offload=space.offload)
+            outside = [update_outside(kind.cluster, plan, _MANY.total, 0.0) for kind in self._kinds]
+            self._offloaded = min(outside) / _MANY.total
+            if space.tiers.optimizer != "device" and not space.cluster.cores:
+                self._begin = self._update = 0.0  # the host makes the update
         self._sums_of = lru_cache(maxsize=1 << 10)(self._sums)
         self._waits: dict[Layout, float] = {}
 
     def update(self, owned: float) -> float:
         """Return the least seconds to update as many parameters as a rank owns."""
-        return self._begin + self._update * owned / _MANY.total
+        return max(self._begin + self._update * owned / _MANY.total, self._offloaded * owned)
 
     def sums(self, held: float, count: int) -> float:
         """Return the least seconds to add up the gradients of `count` micro-batches of so many parameters."""

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from shoal.cluster import Cluster
 from shoal.cost import Costs, Layout, Memories, RankMemory
-from shoal.plan import UNSHARDED, SettledPlan
+from shoal.plan import OFFLOADED, UNSHARDED, SettledPlan
 from shoal.plan.schedules import kind_of
 from shoal.planner.balance import balanced_split
 from shoal.planner.bucket import usual_bucket
@@ -34,6 +34,8 @@ class Shared:
         batch: Samples of a step.
         least_memory: Bounds for this Workload on devices with equal memory, to share; None to compute them.
         precision: The precision of all Plans; None for the device's best of 16 bits or more.
+        offload: What all Plans keep outside of the devices.
+        resident: What Plans without `offload` share; None if these are such Plans.
 
     Attributes:
         space: The legal Plans.
@@ -49,12 +51,16 @@ class Shared:
         batch: int,
         least_memory: LeastMemory | None = None,
         precision: str | None = None,
+        offload: str = OFFLOADED,
+        resident: Shared | None = None,
     ) -> None:
-        self.space = Space(workload, cluster, batch, asked=precision)
-        self.costs = Costs(workload, cluster)
-        self.memories = Memories(workload, cluster, self.costs)
-        self.least_memory = LeastMemory(workload, cluster) if least_memory is None else least_memory
-        self.works = Works(self.costs)
+        self.space = space = Space(workload, cluster, batch, asked=precision, offload=offload)
+        self.costs = Costs(workload, cluster) if resident is None else resident.costs
+        self.memories = Memories(workload, cluster, self.costs) if resident is None else resident.memories
+        self.works = Works(self.costs) if resident is None else resident.works
+        self.least_memory = (
+            LeastMemory(workload, cluster, space.tiers) if least_memory is None else least_memory
+        )
         self._least_step = LeastStep(self.space, self.costs, self.least_memory)
         self._shardings: dict[Degrees, Shardings] = {}
         self._buckets: dict[tuple[Degrees, HybridSharding], int] = {}
@@ -156,7 +162,7 @@ class Shared:
             bucket = self._buckets.get(key)
             if bucket is None:
                 bucket = self._buckets[key] = usual_bucket(self.space.cluster, variant.plan(sharding))
-        return variant.plan(sharding, text, bucket)
+        return variant.plan(sharding, text, bucket, self.space.offload_under(sharding.kind))
 
 
 @lru_cache(maxsize=1 << 12)

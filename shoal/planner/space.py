@@ -6,6 +6,7 @@ Plans that cannot win in the cost model are left out:
   rank has the same tokens, as many micro-batches and the same group for its gradients, and communicates less
   within blocks.
 - schedule=search is made for times that are known: the best Plan is tried with it (`shoal.planner.polish`).
+- Without `offload`, state stays on the devices: `shoal.planner.offloaded` searches a space with each.
 
 Nothing else is left out by rule: tp may leave the node, and bounds decide.
 """
@@ -19,7 +20,17 @@ from typing import NamedTuple
 
 from shoal.cluster import Cluster, devices_of
 from shoal.cost import Layout
-from shoal.plan import FULLY_SHARDED, SHARDINGS, UNSHARDED, Plan, SettledPlan, Sharding, divisors
+from shoal.plan import (
+    FULLY_SHARDED,
+    OFFLOADED,
+    SHARDINGS,
+    UNSHARDED,
+    Plan,
+    SettledPlan,
+    Sharding,
+    Tiers,
+    divisors,
+)
 from shoal.plan.schedules import KINDS, NAMES, kind_of
 from shoal.workload import Workload
 
@@ -72,7 +83,13 @@ class Variant(NamedTuple):
     schedule: str
     virtual: int
 
-    def plan(self, sharding: HybridSharding, split: str = "cost", bucket: int = _BUCKET) -> SettledPlan:
+    def plan(
+        self,
+        sharding: HybridSharding,
+        split: str = "cost",
+        bucket: int = _BUCKET,
+        offload: str = OFFLOADED,
+    ) -> SettledPlan:
         """Return the Plan with this sharding."""
         degrees, layout = self.degrees, self.layout
         return SettledPlan(
@@ -92,6 +109,7 @@ class Variant(NamedTuple):
             bucket=bucket,
             recompute=layout.recompute,
             precision=layout.precision,
+            offload=offload,
         )
 
 
@@ -106,6 +124,7 @@ class Space:
         accept: Returns whether degrees are allowed.
         asked: The precision of all Plans; None for the type, of 16 bits or more, that the device computes
             fastest in.
+        offload: What all Plans keep outside of the devices.
     """
 
     workload: Workload
@@ -113,6 +132,7 @@ class Space:
     batch: int
     accept: Callable[[Degrees], bool] = lambda degrees: True
     asked: str | None = None
+    offload: str = OFFLOADED
 
     def degrees(self) -> Iterator[Degrees]:
         """Yield all degrees that the model, the sequence and the batch allow."""
@@ -170,8 +190,9 @@ class Space:
 
     def shardings(self, degrees: Degrees) -> list[HybridSharding]:
         """Return the shardings, each with every number of replicas."""
+        tiers = self.tiers
         if degrees.dp * degrees.cp == 1:
-            return [HybridSharding(UNSHARDED, 1)]
+            return [HybridSharding(UNSHARDED if tiers.takes(UNSHARDED) else FULLY_SHARDED, 1)]
         found = [HybridSharding(UNSHARDED, 1)]
         for replicate in divisors(degrees.dp):
             if degrees.dp // replicate * degrees.cp == 1:
@@ -180,7 +201,7 @@ class Space:
                 found += [
                     HybridSharding(each, replicate) for each in SHARDINGS.values() if each.cuts_optimizer
                 ]
-        return found
+        return [each for each in found if tiers.takes(each.kind)]
 
     def is_legal(self, plan: SettledPlan) -> bool:
         """Return whether model, sequence, batch and devices allow a Plan, whatever memory it needs."""
@@ -194,6 +215,16 @@ class Space:
             and plan.tensor in self._tensors(plan.tp, plan.cp)
             and (plan.ep == 1 or (experts > 0 and experts % plan.ep == 0))
         )
+
+    @property
+    def tiers(self) -> Tiers:
+        """Where all Plans keep their state."""
+        return Tiers.parse(self.offload)
+
+    def offload_under(self, sharding: Sharding) -> str:
+        """Return what a Plan keeps outside of the devices under a sharding that the space may lack."""
+        tiers = self.tiers
+        return self.offload if tiers.takes(sharding) else str(Tiers(activations=tiers.activations))
 
     @property
     def precision(self) -> str:

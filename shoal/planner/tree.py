@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import Protocol
 
 from shoal.cost import Layout
-from shoal.plan import SettledPlan
+from shoal.plan import UNSHARDED, SettledPlan
 from shoal.planner.bucket import SIZES
 from shoal.planner.cut_bound import least_of_cut
 from shoal.planner.memory_bound import Share, StateBytes
@@ -248,8 +248,7 @@ class _TimedCut:
 
     @cached_property
     def _unsharded(self) -> SettledPlan:
-        every = self._shared.shardings(self._variant.degrees).every
-        return self._shared.plan(self._variant, every[0], self._split)
+        return self._shared.plan(self._variant, HybridSharding(UNSHARDED, 1), self._split)
 
 
 class _Sharded:

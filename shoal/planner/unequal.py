@@ -150,7 +150,12 @@ def _best(search: Search, cluster: Cluster | None, known: Sequence[SettledPlan] 
     if cluster is None:
         return None
     other = Search(
-        search.workload, cluster, search.batch, margin=search.margin, precision=search.shared.space.precision
+        search.workload,
+        cluster,
+        search.batch,
+        margin=search.margin,
+        precision=search.shared.space.precision,
+        offload=search.offload,
     )
     found = [polished(other, each) for each in other.best(1).found] + with_shares(other, 1)
     memories = ((plan, other.shared.fullest(plan)) for plan in known)

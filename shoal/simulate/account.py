@@ -6,6 +6,7 @@ each rank and step is summed as follows:
 
     straggler wait          the part of each wait before all had arrived
     exposed communication   the part of each wait after that
+    file wait               the file-wait spans
     bubble                  the bubble's spans, subtracted from the waits that contain them
     compute                 the rest: a played rank either computes or waits
 
@@ -54,6 +55,7 @@ class _Step:
     exposed: float = 0.0
     straggler: float = 0.0
     bubble: float = 0.0
+    files: float = 0.0
     moments: list[tuple[float, float]] = field(default_factory=list)
     """Times in which any communication runs."""
     operations: dict[str, _Figures] = field(default_factory=dict)
@@ -72,14 +74,16 @@ class _Step:
 
     def parts(self, pace: float) -> Parts:
         wall = pace * (self.end - self.begin)
-        exposed, straggler, bubble = (pace * each for each in (self.exposed, self.straggler, self.bubble))
+        waits = self.exposed, self.straggler, self.bubble, self.files
+        exposed, straggler, bubble, files = (pace * each for each in waits)
         blocked = exposed + straggler + bubble
         communication = pace * _covered(self.moments, self.begin, self.end)
         return Parts(
-            compute=wall - blocked,
+            compute=wall - blocked - files,
             exposed_communication=exposed,
             bubble=bubble,
             data_wait=0.0,
+            file_wait=files or None,
             straggler_wait=straggler,
             other=0.0,
             wall=wall,
@@ -149,6 +153,9 @@ def account_of(
         step = ranks[each.rank].at(each.start)
         step.moments.append((each.start, each.stop))
         step.figures(each.name).add(1, each.bytes, each.stop - each.start, each.stop - each.together)
+    for work in journal.works:
+        if work.kind == Kind.FILE_WAIT:
+            ranks[work.rank].at(work.start).files += work.stop - work.start
     for waited in journal.waits:
         ranks[waited.rank].waits.append(waited)
     for bubble in bubbles:

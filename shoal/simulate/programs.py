@@ -119,6 +119,7 @@ def rank_programs(
             merge=_merge(plan, costs.at(plan, place), held[place], count, is_named=is_named),
             update=costs.after_at(plan, place, held[place], count),
             contention=costs.at(plan, place).cluster.device.contention,
+            files=costs.file_waits(plan, place, count),
         )
         for place in range(schedule.ranks)
     ]

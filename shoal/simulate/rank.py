@@ -46,8 +46,9 @@ class RankProgram:
             share.
         norm: The collective in which all ranks compute the gradients' norm; None if it needs none.
         merge: A step's share of the exchange in which workers merge what they changed; None if they do not.
-        update: Seconds of the optimizer's step.
+        update: Seconds of the optimizer's step, with `files`.
         contention: See `shoal.cluster.Device`.
+        files: Seconds of all waits for files in the step; they are played after the optimizer's own work.
     """
 
     rank: int
@@ -57,6 +58,7 @@ class RankProgram:
     merge: Collective | None
     update: float
     contention: float
+    files: float = 0.0
 
 
 class Common:
@@ -216,6 +218,8 @@ class Rank:
                 journal.wait(self._rank, waited, Purpose.CONTROL, done, together, self.now)
             journal.work(self._rank, Kind.OPTIMIZER, "", done, self.now + self._program.update)
         self.now += self._program.update
+        if journal is not None and self._program.files:
+            journal.work(self._rank, Kind.FILE_WAIT, "", self.now - self._program.files, self.now)
         if self._program.merge is not None:
             self._expose(self._program.merge)
         if journal is not None:

@@ -52,7 +52,7 @@ class Within:
         """Return the pieces of the block's backward, with `compute` seconds of compute."""
         key = block, compute
         if key not in self._known:
-            rounds = 2 if self.layout.recompute == "full" else 1
+            rounds = 2 if self.layout.policy(block, is_layer=True) == "full" else 1
             pieces = self._pieces(block, compute, cost, 1, rounds)
             self._known[key] = tuple(_with_late(list(pieces), cost.late[1]))
         return self._known[key]

@@ -7,7 +7,7 @@ from statistics import fmean, median
 
 from shoal.timeline.breakdown import RankBreakdown, explain
 from shoal.timeline.intervals import Interval, Intervals, intersect, length, subtract, union
-from shoal.timeline.launch import WORK, blocked_in
+from shoal.timeline.launch import WORK, blocked_in, stopped_in
 from shoal.timeline.matching import Arrival, match_collectives, moments_of_lateness
 from shoal.timeline.span import Kind, Lane, Purpose, Span
 from shoal.timeline.timeline import Timeline
@@ -15,7 +15,7 @@ from shoal.timeline.windows import StepWindows
 
 __all__ = ["PARTS", "kinds_of_step", "seconds_by_kind"]
 
-PARTS = ("exposed_communication", "bubble", "straggler_wait", "data_wait", "launch", "other")
+PARTS = ("exposed_communication", "bubble", "straggler_wait", "data_wait", "file_wait", "launch", "other")
 """Names of `Parts` that are kinds too."""
 
 
@@ -24,9 +24,9 @@ def seconds_by_kind(timeline: Timeline) -> dict[str, float]:
 
     "forward", "backward" and "optimizer" are without their waits, each the median over the steps that the
     Breakdown counts; launch within them is in them too. "exposed_communication", "bubble", "straggler_wait",
-    "data_wait", "launch" and "other" are its parts. Each `Purpose` is the time that compute waits for it once
-    all of its group have arrived: most of the exposed communication. "collective" is all communication once
-    all of a group have arrived, hidden or not; "step" is the whole.
+    "data_wait", "file_wait", "launch" and "other" are its parts. Each `Purpose` is the time that compute
+    waits for it once all of its group have arrived: most of the exposed communication. "collective" is all
+    communication once all of a group have arrived, hidden or not; "step" is the whole.
 
     Raises:
         ShoalError: No rank finished a step.
@@ -65,11 +65,11 @@ def kinds_of_step(window: Interval, spans: Sequence[Span], arrivals: Sequence[Ar
     def seconds(moments: Intervals) -> float:
         return length(intersect(moments, [window]))
 
-    blocked = blocked_in(spans)
+    blocked, stopped = blocked_in(spans), stopped_in(spans)
     bubbles = _moments(span for span in spans if span.kind == Kind.BUBBLE)
     explained = union([*moments_of_lateness(spans, arrivals), *bubbles])
     found = {
-        str(kind): seconds(subtract(_moments(span for span in spans if span.kind == kind), blocked))
+        str(kind): seconds(subtract(_moments(span for span in spans if span.kind == kind), stopped))
         for kind in WORK
     }
     waits = [

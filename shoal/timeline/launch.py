@@ -24,7 +24,16 @@ from types import MappingProxyType
 from shoal.timeline.intervals import Interval, Intervals, intersect, length, subtract, union
 from shoal.timeline.span import Kind, Lane, Span
 
-__all__ = ["NO_OWN_SECONDS", "WORK", "Work", "blocked_in", "launch_in_gaps", "launch_in_work", "own_seconds"]
+__all__ = [
+    "NO_OWN_SECONDS",
+    "WORK",
+    "Work",
+    "blocked_in",
+    "launch_in_gaps",
+    "launch_in_work",
+    "own_seconds",
+    "stopped_in",
+]
 
 WORK = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER)
 """The kinds of spans that compute."""
@@ -40,24 +49,24 @@ def own_seconds(spans: Sequence[Span]) -> dict[Work, float]:
     found: dict[Work, list[float]] = {}
     for held in (span for span in spans if span.kind == Kind.HELD_STEP):
         inside = [span for span in spans if span.stop > held.start and span.start < held.stop]
-        for work, _, busy in _works((held.start, held.stop), inside, blocked_in(inside)):
+        for work, _, busy in _works((held.start, held.stop), inside, stopped_in(inside)):
             found.setdefault(work, []).append(length(busy))
     return {work: median(seconds) for work, seconds in found.items()}
 
 
 def launch_in_work(
-    window: Interval, spans: Iterable[Span], blocked: Intervals, own: Mapping[Work, float]
+    window: Interval, spans: Iterable[Span], stopped: Intervals, own: Mapping[Work, float]
 ) -> float:
     """Return the seconds of launch within the work of a step.
 
     Args:
         window: The start and the end of the step.
         spans: The spans of one rank that lie in the step, wholly or in part.
-        blocked: The times in which its compute is blocked.
+        stopped: The times in which its compute is blocked, or waits for files.
         own: The result of `own_seconds`.
     """
     total = 0.0
-    for work, span, busy in _works(window, spans, blocked):
+    for work, span, busy in _works(window, spans, stopped):
         if work in own and span.host is not None:
             until_given = length(intersect(busy, [(span.start, span.host[1])]))
             total += min(max(length(busy) - own[work], 0.0), until_given)
@@ -102,15 +111,23 @@ def blocked_in(spans: Sequence[Span]) -> Intervals:
     )
 
 
+def stopped_in(spans: Sequence[Span]) -> Intervals:
+    """Return the times in which the compute lane is blocked on collectives, or waits for files."""
+    files = (
+        (span.start, span.stop) for span in spans if span.lane == Lane.COMPUTE and span.kind == Kind.FILE_WAIT
+    )
+    return union([*blocked_in(spans), *files])
+
+
 def _works(
-    window: Interval, spans: Iterable[Span], blocked: Intervals
+    window: Interval, spans: Iterable[Span], stopped: Intervals
 ) -> Iterator[tuple[Work, Span, Intervals]]:
-    """Yield each span that computes in a step, by start, with the times in which it is not blocked."""
+    """Yield each span that computes in a step, by start, with the times in which it is not stopped."""
     seen: Counter[tuple[str, str]] = Counter()
     for span in spans:
         # Work of the next step may start where this one ends, to within rounding: its middle tells.
         is_inside = window[0] <= (span.start + span.stop) / 2 < window[1]
         if is_inside and span.kind in WORK and span.lane == Lane.COMPUTE:
             what = span.kind, span.name
-            yield (*what, seen[what]), span, subtract([(span.start, span.stop)], blocked)
+            yield (*what, seen[what]), span, subtract([(span.start, span.stop)], stopped)
             seen[what] += 1

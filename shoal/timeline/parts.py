@@ -14,7 +14,7 @@ __all__ = ["CollectiveFigures", "Parts", "mean", "mean_by_operation"]
 class Parts:
     """The parts of the time of one step, or of an average step, in seconds.
 
-    The first seven are disjoint and sum to `wall`.
+    The first eight are disjoint and sum to `wall`.
 
     Attributes:
         compute: Forward, backward and optimizer, while not blocked.
@@ -23,11 +23,12 @@ class Parts:
         exposed_communication: Communication that nothing overlaps and that no late rank explains.
         bubble: Idle time that the pipeline schedule forces.
         data_wait: Waiting for input data.
+        file_wait: Waiting for files of offloaded state; None if the Timeline has no such wait.
         straggler_wait: Exposed communication before the last rank of a collective's group started it.
         other: Time that no span explains.
         wall: The step, from start to end.
         communication: All communication, overlapped or not.
-        overlapped_communication: Communication during which the rank also computes or waits for data.
+        overlapped_communication: Communication during which the rank computes, or waits for data or files.
         bytes: Bytes of the collectives that start in the step.
     """
 
@@ -36,6 +37,7 @@ class Parts:
     exposed_communication: float
     bubble: float
     data_wait: float
+    file_wait: float | None = None
     straggler_wait: float
     other: float
     wall: float
@@ -44,8 +46,8 @@ class Parts:
     bytes: float
 
     def disjoint(self) -> dict[str, float]:
-        """The parts that sum to `wall`, by name, in seconds; without launch if that is None."""
-        parts = {field.name: getattr(self, field.name) for field in fields(self)[:7]}
+        """The parts that sum to `wall`, by name, in seconds; without those that are None."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)[:8]}
         return {name: seconds for name, seconds in parts.items() if seconds is not None}
 
 

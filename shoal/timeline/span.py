@@ -1,7 +1,8 @@
 """The span: one thing that one rank did, with its time. A Timeline is a list of spans.
 
 Kinds on the compute lane nest: a `step` covers its data wait, forward, backward and optimizer spans,
-and a `wait` lies inside whichever of these was blocked. Validation and checkpoints lie between steps.
+and a `wait` or a `file_wait` lies inside whichever of these was blocked. Validation and checkpoints lie
+between steps.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class Kind(StrEnum):
     """A collective or a send or receive, from its start on this rank to its end."""
     WAIT = "wait"
     """The compute lane is blocked on a collective, whose name it has."""
+    FILE_WAIT = "file_wait"
+    """The compute lane is blocked on a read or a write of offloaded state."""
     OPTIMIZER = "optimizer"
     BUBBLE = "bubble"
     """Idle time that the pipeline schedule forces."""

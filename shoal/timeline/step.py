@@ -3,12 +3,13 @@
 With sets of times:
 
     blocked   = wait spans and collectives on the compute lane
-    compute   = forward, backward and optimizer spans on the compute lane, without blocked
-    data wait = data-wait spans, without compute
+    file wait = file-wait spans, without blocked
+    compute   = forward, backward and optimizer spans on the compute lane, without blocked and file wait
+    data wait = data-wait spans, without compute and file wait
     communication = everything on the communication lane, and blocked
-    exposed communication = communication, without compute and data wait: nothing overlaps it
-    bubble    = bubble spans, without compute and data wait; taken out of exposed communication, since a
-                pipeline's idle time shows as the wait for a message
+    exposed communication = communication, without compute, data wait and file wait: nothing overlaps it
+    bubble    = bubble spans, without compute, data wait and file wait; taken out of exposed communication,
+                since a pipeline's idle time shows as the wait for a message
     straggler wait = the part of exposed communication before the last member of the group had started the
                      collective that is waited for; taken out of exposed communication
     other     = the rest of the step
@@ -58,9 +59,11 @@ def explain_step(
         return intersect(whole, union(chosen))
 
     blocked = intersect(whole, blocked_in(spans))
-    compute = subtract(moments(WORK, Lane.COMPUTE), blocked)
-    data_wait = subtract(moments((Kind.DATA_WAIT,), Lane.COMPUTE), compute)
-    occupied = union(compute + data_wait)
+    file_wait = subtract(moments((Kind.FILE_WAIT,), Lane.COMPUTE), blocked)
+    stopped = union(blocked + file_wait)
+    compute = subtract(moments(WORK, Lane.COMPUTE), stopped)
+    data_wait = subtract(moments((Kind.DATA_WAIT,), Lane.COMPUTE), union(compute + file_wait))
+    occupied = union(compute + data_wait + file_wait)
     communication = union(blocked + moments(tuple(Kind), Lane.COMMUNICATION))
     bubble = subtract(moments((Kind.BUBBLE,), Lane.COMPUTE), occupied)
     unhidden = subtract(communication, union(occupied + bubble))
@@ -73,7 +76,7 @@ def explain_step(
     in_gaps: Intervals = []
     if any(span.host is not None for span in spans):
         in_gaps = launch_in_gaps(unexplained, spans)
-        in_work = launch_in_work(window, spans, blocked, own)
+        in_work = launch_in_work(window, spans, stopped, own)
         launch = in_work + length(in_gaps)
 
     started = [arrival for arrival in arrivals if window[0] <= arrival.span.start < window[1]]
@@ -83,6 +86,7 @@ def explain_step(
         exposed_communication=length(exposed),
         bubble=length(bubble),
         data_wait=length(data_wait),
+        file_wait=length(file_wait) if file_wait else None,
         straggler_wait=length(intersect(unhidden, late)),
         other=length(subtract(unexplained, in_gaps)),
         wall=length(whole),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shoal.cluster import Cluster, limited
+from shoal.cluster import Cluster
 from shoal.cost.time import workload_on
 from shoal.errors import ConfigError, ModelError, UserError
 from shoal.models import Transformer, next_token_loss
@@ -18,7 +18,9 @@ from shoal.planner import choose
 from shoal.trace import trace
 from shoal.train.classes import require_data_parallel
 from shoal.train.config import TrainConfig
+from shoal.train.free_memory import within_memory
 from shoal.train.located import build_model
+from shoal.train.optimizer import needs_whole_parameters
 from shoal.workload import Workload, transformer_shape
 
 __all__ = ["AUTOMATIC", "PassedOver", "Resolved", "choose_plan", "this_host", "workload_of_config"]
@@ -70,8 +72,9 @@ def choose_plan(config: TrainConfig, ranks: int, cluster: Cluster | None) -> Res
     """
     model = build_model(config, "meta" if ":" not in config.model else "cpu")
     found = this_host(config, ranks) if cluster is None else cluster
-    workload, machines = workload_of_config(config, model, found), limited(found, config.memory)
-    choice = choose(workload, machines, config.batch, limit=_LOOKED_AT)
+    workload, machines = workload_of_config(config, model, found), within_memory(config, found, ranks)
+    may_offload = not needs_whole_parameters(config.optimizer)
+    choice = choose(workload, machines, config.batch, limit=_LOOKED_AT, may_offload=may_offload)
     passed_over = []
     for candidate in choice.candidates:
         try:

@@ -213,7 +213,9 @@ class TrainConfig(Section):
     preset if empty), and `shoal report` predicts the run on them.
     """
     memory: str = ""
-    """Memory of a device that plan = "auto" may use, such as 20GiB; all of it if empty."""
+    """Memory of a device that plan = "auto" may use, such as 20GiB: all of it if empty; with auto what is
+    free on this host when the run starts, divided among its ranks.
+    """
     batch: int = Field(default=16, gt=0)
     """Sequences in one optimizer step, over all ranks."""
     sequence: int = Field(default=256, gt=0)

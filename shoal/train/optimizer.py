@@ -30,6 +30,7 @@ __all__ = [
     "OptimizerFactory",
     "build_optimizer",
     "groups_by_decay",
+    "needs_whole_parameters",
     "require_elementwise",
     "require_factories",
 ]
@@ -118,13 +119,18 @@ def require_factories(config: OptimizerConfig) -> None:
             _factory(spec)
 
 
+def needs_whole_parameters(config: OptimizerConfig) -> bool:
+    """Return whether an optimizer needs whole parameters, so that its Plan has no `offload`."""
+    return bool(config.whole) or config.name in _OF_WHOLE_PARAMETERS
+
+
 def require_elementwise(config: OptimizerConfig, offload: str) -> None:
     """Refuse an optimizer that needs whole parameters, for a Plan with this `offload`.
 
     Raises:
         ConfigError: It does.
     """
-    if config.whole or config.name in _OF_WHOLE_PARAMETERS:
+    if needs_whole_parameters(config):
         raise ConfigError(
             f"offload={offload} was given with the optimizer {config.name}, which needs whole parameters",
             possible="with offload, optimizers that change each element by itself, such as adamw",

@@ -64,6 +64,7 @@ class Block(_Hashed):
         graphs: Number of compiled graphs that forward calls; backward calls as many.
         eager: The block as torch runs it if nothing is compiled; None if the Plan's `compile` changes
             nothing.
+        is_kept: Whether a Plan's recompute leaves the block out: backward has all that forward made.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Block(_Hashed):
     sums: int = 0
     graphs: int = 0
     eager: Block | None = None
+    is_kept: bool = False
 
     def __hash__(self) -> int:
         try:

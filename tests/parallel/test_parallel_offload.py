@@ -2,6 +2,7 @@
 
 import itertools
 import resource
+import time
 
 import pytest
 import torch
@@ -26,6 +27,8 @@ from shoal.parallel.offload.blocks import packs_of
 from shoal.parallel.offload.state_file import StateFile, aligned_buffer
 from shoal.parallel.offload.storage import Storage
 from shoal.plan import GRANULE, Plan, Tiers
+from shoal.record import SpanRecorder
+from shoal.timeline import Kind, Timeline
 
 RESIDENT = ["dp=1", "dp=1,microbatch=2,precision=bf16", "dp=2,shard=zero1", "dp=2,shard=zero2,microbatch=2"]
 CUT = [
@@ -163,6 +166,19 @@ def test_a_segment_s_tensor_and_its_ranges_show_the_same_values(tmp_path):
     assert buffer[:5].tolist() == [0, 1, 2, -1, 4]
     segments[1].read(0, buffer)
     assert buffer[:8].tolist() == [5] * 7 + [0]
+
+
+def test_a_wait_for_a_file_is_recorded_and_a_move_that_is_done_is_not(tmp_path):
+    recorder = SpanRecorder(tmp_path / "rank-00000.jsonl", 0)
+    storage = Storage(Tiers(optimizer="file"), tmp_path, recorder)
+    done = storage.start(lambda: None)
+    done.result()
+    storage.wait(done, "read:nothing")
+    later = storage.start(time.sleep, 0.05)
+    storage.wait(later, "read:block")
+    recorder.close()
+    (span,) = Timeline.read(tmp_path)
+    assert (span.kind, span.name) == (Kind.FILE_WAIT, "read:block")
 
 
 @pytest.mark.parametrize("tiers", [Tiers(optimizer="host"), Tiers(optimizer="file")])

@@ -1,99 +1,60 @@
-"""What recompute keeps from forward for backward, also where attention reaches over ranks."""
-
-import gc
+"""Recompute in some of the blocks: trainings have the bits of those without."""
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from offload_stand_ins import trained
+from torch import nn
 
-from shoal.models import Transformer, TransformerConfig, next_token_loss
-from shoal.parallel.communication import Axis
 from shoal.parallel.compiled import compile_blocks
-from shoal.parallel.context.context import context_parallel
-from shoal.parallel.context.positions import local_sequence
-from shoal.record import NullRecorder
-
-SHAPE = TransformerConfig(vocab_size=17, layers=3, hidden=32, heads=4, kv_heads=4, ffn=96, seq=256)
-BATCH = 2
+from shoal.plan import Plan
+from shoal.plan.recompute import Recompute
 
 
-def shared_axis():
-    """One axis of all ranks, or of this process alone."""
-    size, index = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    return Axis("cp", tuple(range(size)), index, None, NullRecorder())
+@pytest.mark.parametrize(
+    ("plan", "recompute"),
+    [
+        ("dp=1", "full:1"),
+        ("dp=1,microbatch=2,precision=bf16", "selective:2"),
+        ("dp=2,shard=zero3,microbatch=2", "full:2"),
+        ("dp=1,pp=2,microbatch=2,schedule=zb-h1", "full:2"),
+    ],
+)
+def test_recompute_in_some_blocks_changes_no_bit(ranks, tmp_path, plan, recompute):
+    size = Plan.parse(plan).ranks
+    (losses, state), other = (
+        trained(text, tmp_path) if size == 1 else ranks.run(trained, size, text, tmp_path)[0]
+        for text in (plan, f"{plan},recompute={recompute}")
+    )
+    assert other[0] == losses
+    for name, value in state.items():
+        assert torch.equal(other[1][name], value), name
 
 
-class Made(TorchDispatchMode):
-    """Weak references to the storages that operators make, and how often each operator ran."""
+class Counted(nn.Linear):
+    """A block that counts its forwards."""
 
-    def __init__(self, given):
-        super().__init__()
-        self.given = {tensor.untyped_storage()._cdata for tensor in given}
-        self.storages = {}
-        self.calls = {}
+    calls = 0
 
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        self.calls[function] = self.calls.get(function, 0) + 1
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                storage = leaf.untyped_storage()
-                if storage._cdata not in self.given:
-                    self.storages[storage._cdata] = StorageWeakRef(storage)
-        return result
-
-    def live_bytes(self):
-        gc.collect()
-        found = (torch.UntypedStorage._new_with_weak_ptr(each.cdata) for each in self.storages.values())
-        return sum(storage.nbytes() for storage in found if storage is not None)
+    def forward(self, values):
+        self.calls += 1
+        return super().forward(values)
 
 
-def kept_bytes(attention, policy):
-    """What one forward keeps, and how often ring attention runs in a step."""
-    axis, model = shared_axis(), Transformer(SHAPE)
-    model.initialize(0)
-    context_parallel(model, axis, attention)
-    compile_blocks(list(model.blocks), policy)
-    tokens = torch.randint(17, (BATCH, SHAPE.seq + 1), generator=torch.Generator().manual_seed(0))
-    inputs, targets = (local_sequence(part, axis, attention) for part in (tokens[:, :-1], tokens[:, 1:]))
-    with Made([*model.parameters(), inputs, targets]) as made:
-        loss = next_token_loss(model(inputs), targets)
-        kept = made.live_bytes()
-        loss.backward()
-    ring = torch.ops.shoal.ring_attention.default
-    return kept, made.calls.get(ring, 0)
+@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize("again", [0, 1, 3])
+def test_the_first_blocks_of_a_stage_are_made_again(policy, again):
+    blocks = [Counted(4, 4) for _ in range(3)]
+    compile_blocks(blocks, policy, again=again)
+    values = torch.ones(2, 4, requires_grad=True)
+    for block in blocks:
+        values = block(values).relu()
+    values.sum().backward()
+    assert [block.calls for block in blocks] == [1 + (number < again) for number in range(3)]
 
 
-@pytest.fixture(scope="module")
-def alone():
-    return {policy: kept_bytes("ring", policy)[0] for policy in ("none", "selective", "full")}
-
-
-@pytest.mark.parametrize("policy", ["none", "selective", "full"])
-@pytest.mark.parametrize("attention", ["ring", "ulysses"])
-@pytest.mark.parametrize("size", [2, 4])
-def test_what_recompute_keeps_falls_with_the_ranks(ranks, alone, attention, policy, size):
-    # What does not fall: the random generators' states, 5 KB for each block.
-    bound = alone[policy] / size + SHAPE.layers * 5100
-    if (attention, policy) == ("ulysses", "none"):
-        # Attention's output is kept by heads for its own backward, and by positions for the next layer's.
-        bound += 4 * SHAPE.layers * BATCH * SHAPE.seq / size * SHAPE.hidden
-    for kept, _ in ranks.run(kept_bytes, size, attention, policy):
-        assert kept < 1.01 * bound
-
-
-def test_selective_keeps_products_and_the_results_of_attention_alone(alone):
-    tokens = BATCH * SHAPE.seq
-    # Input, output; query, key, value; attention's output and log-sum-exp; gate and up.
-    block = tokens * (6 * SHAPE.hidden + 2 * SHAPE.ffn + SHAPE.heads + SHAPE.hidden)
-    end = tokens * (3 * SHAPE.hidden + SHAPE.vocab_size + 1)
-    assert alone["selective"] == pytest.approx(4 * (3 * block + end), rel=0.02)
-
-
-@pytest.mark.parametrize(("policy", "times"), [("none", 1), ("selective", 1), ("full", 2)])
-def test_selective_goes_round_the_ring_once_in_forward(ranks, policy, times):
-    for _, calls in ranks.run(kept_bytes, 2, "ring", policy):
-        assert calls == times * SHAPE.layers
+def test_a_stage_has_its_share_of_the_number_rounded_up():
+    some = Recompute.parse("full:8")
+    assert [some.count(blocks, 24) for blocks in (24, 12, 7, 3, 0)] == [8, 4, 3, 1, 0]
+    assert Recompute.parse("full:99").count(12, 24) == 12
+    assert Recompute.parse("selective").count(5, 24) == 5
+    assert Recompute.parse("none").count(5, 24) == 5

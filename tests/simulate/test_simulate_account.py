@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.cluster import Cluster, Device, Level
+from shoal.cluster import Cluster, Device, Host, Level
+from shoal.cost import Costs
 from shoal.plan import Plan, SettledPlan
 from shoal.simulate import simulate
 from shoal.timeline import explain
@@ -72,6 +75,23 @@ def test_without_a_pipeline_what_is_waited_for_is_what_the_spans_explain(plan):
     for operation, figures in spans.collectives.items():
         exposed = simulated.breakdown.collectives[operation].exposed_seconds
         assert exposed == pytest.approx(figures.exposed_seconds)
+
+
+@pytest.mark.parametrize("plan", ["dp=2,shard=zero3", "pp=2,shard=zero3"])
+def test_waits_for_files_are_those_that_the_costs_expose(plan):
+    offload = "optimizer:file+gradients:file+parameters:file"
+    plan = SettledPlan.parse(f"{plan},microbatch=1,precision=bf16,offload={offload}")
+    slow = cluster(2, 1e10).replace(host=Host(name="host", bandwidth=2e11, file_bandwidth=1e9))
+    device = dataclasses.replace(slow.device, host_bandwidth=5e10)
+    simulated = simulate(MODEL, slow.replace(device=device), plan, 4)
+    costs = Costs(MODEL, slow.replace(device=device))
+    spans = explain(simulated.timeline)
+    waits = [costs.offload(plan, place, plan.microbatches_of(4)).waits for place in range(plan.pp)]
+    for place, (ours, theirs) in enumerate(zip(simulated.breakdown.ranks, spans.ranks, strict=True)):
+        assert ours.parts.file_wait == pytest.approx(theirs.parts.file_wait)
+        assert ours.parts.file_wait == pytest.approx(waits[place])
+        assert ours.parts.compute == pytest.approx(theirs.parts.compute)
+    assert simulate(MODEL, slow, plan.replace(offload="none"), 4).breakdown.parts.file_wait is None
 
 
 def test_several_steps_are_told_apart():

@@ -12,7 +12,7 @@ from shoal.errors import ShoalError
 from shoal.timeline import Kind, Lane, Span, Timeline, explain
 
 COMPUTE_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER)
-PARTS = ("compute", "exposed_communication", "bubble", "data_wait", "straggler_wait", "other")
+PARTS = ("compute", "exposed_communication", "bubble", "data_wait", "file_wait", "straggler_wait", "other")
 HORIZON = 40
 
 
@@ -51,7 +51,9 @@ def naive_parts(timeline: Timeline, rank: int, index: int) -> dict[str, int]:
         busy = bool(on_compute & set(COMPUTE_KINDS)) and not blocked
         communicates = blocked or any(s.lane == Lane.COMMUNICATION for s in here)
         counts["communication"] += communicates
-        if busy:
+        if Kind.FILE_WAIT in on_compute and not blocked:
+            part = "file_wait"
+        elif busy:
             part = "compute"
         elif Kind.DATA_WAIT in on_compute:
             part = "data_wait"
@@ -65,7 +67,7 @@ def naive_parts(timeline: Timeline, rank: int, index: int) -> dict[str, int]:
         else:
             part = "other"
         counts[part] += 1
-        counts["overlapped_communication"] += communicates and part in ("compute", "data_wait")
+        counts["overlapped_communication"] += communicates and part in ("compute", "data_wait", "file_wait")
     return counts
 
 
@@ -139,7 +141,7 @@ def test_each_part_is_the_number_of_moments_that_are_it(timeline: Timeline) -> N
     for rank in explain(timeline).ranks:
         for index, parts in rank.steps.items():
             reference = naive_parts(timeline, rank.rank, index)
-            assert {name: getattr(parts, name) for name in reference} == reference
+            assert {name: getattr(parts, name) or 0 for name in reference} == reference
 
 
 @given(whole_timelines())
@@ -207,6 +209,14 @@ def test_a_wait_inside_a_compute_span_is_not_compute() -> None:
     )
     parts = explain(timeline).parts
     assert (parts.compute, parts.exposed_communication) == (8, 2)
+
+
+def test_a_wait_for_files_is_a_part_of_its_own_and_only_there_if_there_is_one() -> None:
+    spans = [step(0, 0, 0, 10), compute(0, Kind.BACKWARD, 0, 10), collective(0, 5, 9, group=(0,))]
+    assert "file_wait" not in explain(Timeline(spans)).parts.disjoint()
+    parts = explain(Timeline([*spans, compute(0, Kind.FILE_WAIT, 4, 6)])).parts
+    assert (parts.compute, parts.file_wait, parts.exposed_communication) == (8, 2, 0)
+    assert parts.overlapped_communication == 4
 
 
 def test_waiting_for_a_late_rank_is_straggler_wait_of_the_early_one_only() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.cluster import Cluster
+from shoal.cluster import Cluster, Host
 from shoal.cost import memory_of
 from shoal.cost.time import workload_on
 from shoal.errors import ClusterError, ConfigError, PlanError
@@ -17,7 +17,8 @@ from shoal.parallel import require_layout
 from shoal.plan import SettledPlan
 from shoal.run import Run
 from shoal.simulate import simulate
-from shoal.train import TrainConfig, automatic, choose_ranks, resolve
+from shoal.train import TrainConfig, automatic, choose_ranks, free_memory, resolve
+from shoal.train.free_memory import PROCESS_BYTES, within_memory
 from shoal.workload import shape
 
 
@@ -50,6 +51,41 @@ def test_the_plan_keeps_within_the_memory_that_it_may_take():
         max(rank.peak for rank in memory_of(work, each.plan, 16, each.cluster)) for each in found
     )
     assert limited <= limit < free
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_automatic_memory_is_what_is_free_divided_among_the_ranks(monkeypatch, ranks):
+    free = 8 << 30
+    monkeypatch.setattr(free_memory, "available_memory", lambda: free)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    config = TrainConfig(plan="auto", memory="auto", device="cpu")
+    cluster = within_memory(config, Cluster.preset("laptop", ranks), ranks)
+    assert cluster.device.memory == free / ranks - PROCESS_BYTES
+    monkeypatch.setattr(free_memory, "available_memory", lambda: None)
+    with pytest.raises(ConfigError, match="does not say how much"):
+        within_memory(config, Cluster.preset("laptop", ranks), ranks)
+
+
+@pytest.mark.parametrize(("optimizer", "offload"), [("adamw", True), ("muon", False)])
+def test_a_plan_that_fits_with_files_alone_is_chosen_for_optimizers_that_can_have_it(
+    tmp_path, optimizer, offload
+):
+    cluster = Cluster.preset("laptop", 2).replace(host=Host(devices=2, file_bandwidth=2e9))
+    cluster.write(tmp_path / "cluster.toml")
+    config = TrainConfig(
+        model="350m",
+        plan="auto",
+        batch=4,
+        cluster=str(tmp_path / "cluster.toml"),
+        memory="2500MiB",
+        device="cpu",
+        optimizer={"name": optimizer},
+    )
+    if offload:
+        assert resolve(config, 2).plan.tiers.has_files
+    else:
+        with pytest.raises(PlanError, match="does not fit"):
+            resolve(config, 2)
 
 
 def test_a_limit_of_memory_that_cannot_be_read_is_named():

@@ -24,7 +24,15 @@ FORMULA = {"rel": 0.1}
 
 @pytest.mark.parametrize(
     "text",
-    ["dp=1", "dp=1,recompute=full", "dp=2,shard=zero1,precision=bf16", "dp=2,shard=zero3", "tp=2", "cp=2"],
+    [
+        "dp=1",
+        "dp=1,recompute=full",
+        "dp=1,recompute=full:1",
+        "dp=2,shard=zero1,precision=bf16",
+        "dp=2,shard=zero3",
+        "tp=2",
+        "cp=2",
+    ],
 )
 def test_memory_is_as_the_formulas_say(ranks, text):
     plan = SettledPlan.of(Plan.parse(text).replace(microbatch=MICROBATCH), Plan.parse(text).dp * MICROBATCH)

@@ -87,8 +87,8 @@ def block_memory(block: Block, workload: Workload, layout: Layout, *, is_layer: 
         layout: How the block is laid over ranks.
         is_layer: Whether the block is a layer, so that `recompute` applies to it.
     """
+    policy = layout.policy(block, is_layer=is_layer)
     block, end = block.under(layout.compile), workload.end.under(layout.compile)
-    policy = layout.recompute if is_layer else "none"
     kept = _saved_bytes(block, layout, policy)
     whole = _saved_bytes(block, layout, "none")
     stream = stream_bytes(workload, layout)
@@ -109,8 +109,9 @@ def block_memory(block: Block, workload: Workload, layout: Layout, *, is_layer: 
 
 def kept_bytes(block: Block, workload: Workload, layout: Layout, *, is_layer: bool) -> float:
     """Return the bytes of a block that are kept from forward to backward; arguments as of `block_memory`."""
+    policy = layout.policy(block, is_layer=is_layer)
     block, end = block.under(layout.compile), workload.end.under(layout.compile)
-    kept = _saved_bytes(block, layout, layout.recompute if is_layer else "none")
+    kept = _saved_bytes(block, layout, policy)
     return kept + _extra_of_end(block, workload, layout) if block is end and layout.tp > 1 else kept
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from shoal.cost.memory.activations import block_memory
 from shoal.cost.memory.memory import Memories
 from shoal.cost.memory.states import States, states_of
+from shoal.cost.time.split import as_kept, kept_pieces
 from shoal.plan import SettledPlan
 
 __all__ = ["PieceMemory", "by_piece"]
@@ -44,13 +45,15 @@ def by_piece(memories: Memories, plan: SettledPlan, batch: int) -> list[PieceMem
     plan, workload = SettledPlan.of(plan, batch), memories.workload
     layout, last = memories.layout(plan), len(workload.layers) + 1
     stages = memories.stages(plan, batch)
+    kept = kept_pieces(workload, plan, stages)
     placement = plan.placement if plan.pp > 1 else (0,)
     places = {piece: place for stage, place in zip(stages, placement, strict=True) for piece in stage}
     shards = plan.shards * plan.cp
     dense, expert = states_of(plan, shards), states_of(plan, shards / plan.ep)
     found = []
     for piece, block in enumerate(workload.pieces):
-        memory = block_memory(block, workload, layout, is_layer=0 < piece < last)
+        made = as_kept(block) if piece in kept else block
+        memory = block_memory(made, workload, layout, is_layer=0 < piece < last)
         states = States(*(memory.dense * a + memory.experts * b for a, b in zip(dense, expert, strict=True)))
         name = "embedding" if piece == 0 else "end" if piece == last else f"layer {piece - 1}"
         found.append(PieceMemory(name, places[piece], states, memory.kept))

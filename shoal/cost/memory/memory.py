@@ -17,6 +17,7 @@ The memory that one kernel takes for itself, and that of the batch, are not coun
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -30,8 +31,8 @@ from shoal.cost.memory.peak_candidates import Moment, StageEnds, gathered_bytes,
 from shoal.cost.memory.rank import Outline, Pieces
 from shoal.cost.memory.stack import Stack
 from shoal.cost.memory.states import States, states_of
-from shoal.cost.time.offload import staging_bytes, tiers_on
-from shoal.cost.time.split import flop_costs, pieces_by_stage
+from shoal.cost.time.offload import fits_host, staging_bytes, tiers_on
+from shoal.cost.time.split import flop_costs, kept_pieces, pieces_by_stage
 from shoal.cost.time.step import Costs
 from shoal.plan import SettledPlan
 from shoal.plan.schedules import Held
@@ -63,6 +64,7 @@ class RankMemory:
         kept: Bytes that forwards keep for backward, with gathered weights if these are cut.
         tightness: Memory of the Cluster's `device` over the least memory of the devices that it sits on; 1
             where devices are equal.
+        fits_host: Whether the host has memory for what the Plan keeps there.
     """
 
     rank: int
@@ -71,6 +73,7 @@ class RankMemory:
     states: float
     kept: float
     tightness: float = 1.0
+    fits_host: bool = True
 
     @property
     def peak(self) -> float:
@@ -79,8 +82,11 @@ class RankMemory:
 
     @property
     def required(self) -> float:
-        """Bytes of the Cluster's `device` of which the peak would be as large a share as it is of its own."""
-        return self.peak * self.tightness
+        """Bytes of the Cluster's `device` of which the peak would be as large a share as it is of its own.
+
+        They are infinite if the host has no memory for what the Plan keeps there.
+        """
+        return self.peak * self.tightness if self.fits_host else math.inf
 
     @property
     def allocated(self) -> float:
@@ -138,7 +144,7 @@ class Memories:
         self._kinds = None if cluster is None or not cluster.parts else Kinds(cluster)
         self._costs = Costs(workload, cluster) if costs is None and cluster is not None else costs
         self._copies = copies
-        self._pieces: dict[Layout, Pieces] = {}
+        self._pieces: dict[tuple[Layout, frozenset[int]], Pieces] = {}
         self._uncovered: dict[tuple[object, ...], list[Outline]] = {}
         self._largest: dict[tuple[object, ...], tuple[_Rank, ...]] = {}
 
@@ -166,9 +172,9 @@ class Memories:
             PlanError: The model does not divide into the Plan's stages.
         """
         layout = self.layout(plan)
-        cut: tuple[object, ...] = (layout,)
+        cut: tuple[object, ...] = (layout, plan.recomputed.blocks)
         if plan.pp > 1:
-            cut = layout, plan.pp, plan.schedule, plan.virtual, plan.activations, plan.split, batch // plan.dp
+            cut = *cut, plan.pp, plan.schedule, plan.virtual, plan.activations, plan.split, batch // plan.dp
         if self._kinds is not None:
             cut = *cut, plan.dp, plan.order
         key = (*cut, plan.shard, plan.bucket) if plan.sharding.communicates_each_micro_batch else cut
@@ -246,7 +252,9 @@ class Memories:
             parts["fragments"] = FRAGMENTS * sum(parts.values())
             parts["workspaces"] = 0.0 if self.cluster.cores else WORKSPACES
             parts["reserved"] = self.cluster.reserved
-        return RankMemory(rank.outline.index, name, parts, sum(between), rank.kept, rank.tightness)
+        owned = (rank.outline.dense + rank.outline.experts) / (plan.shards * plan.cp)
+        has_host = self.cluster is None or fits_host(plan, self.cluster, owned)
+        return RankMemory(rank.outline.index, name, parts, sum(between), rank.kept, rank.tightness, has_host)
 
     def _staged(self, plan: SettledPlan, outline: Outline) -> tuple[float, float]:
         """Return the bytes of buffers in the passes and in the update; on GPUs the host has them."""
@@ -285,10 +293,11 @@ class Memories:
         self, plan: SettledPlan, layout: Layout, batch: int, places: Container[int] | None = None
     ) -> Iterator[Outline]:
         """Yield the outline of each rank along `pp`, or of those at these places."""
-        pieces = self._pieces.get(layout)
-        if pieces is None:
-            pieces = self._pieces[layout] = Pieces(self.workload, layout)
         stages, microbatches = self.stages(plan, batch), plan.microbatches_of(batch)
+        kept = kept_pieces(self.workload, plan, stages)
+        pieces = self._pieces.get((layout, kept))
+        if pieces is None:
+            pieces = self._pieces[layout, kept] = Pieces(self.workload, layout, kept)
         if plan.pp == 1:
             return pieces.outlines(stages, (0,), ((Held((1.0,), (0.0,)),),), places)
         virtual = plan.stages // plan.pp

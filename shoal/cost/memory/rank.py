@@ -14,6 +14,7 @@ from shoal.cost.layout import Layout
 from shoal.cost.memory.activations import BlockMemory, block_memory, end_memory
 from shoal.cost.memory.peak_candidates import StageEnds
 from shoal.cost.memory.stack import Stack
+from shoal.cost.time.split import as_kept
 from shoal.plan.schedules import Held
 from shoal.workload import Block, Workload
 
@@ -61,16 +62,18 @@ class Pieces:
     Args:
         workload: The Workload that is laid over ranks.
         layout: The Layout that it has there.
+        kept: The pieces in whose backward nothing is computed again.
     """
 
-    def __init__(self, workload: Workload, layout: Layout) -> None:
+    def __init__(self, workload: Workload, layout: Layout, kept: Container[int] = ()) -> None:
         last = len(workload.layers) + 1
         known: dict[tuple[Block, bool], BlockMemory] = {}
         blocks = []
         for piece, block in enumerate(workload.pieces):
-            key = block, 0 < piece < last
+            made = as_kept(block) if piece in kept else block
+            key = made, 0 < piece < last
             if key not in known:
-                known[key] = block_memory(block, workload, layout, is_layer=0 < piece < last)
+                known[key] = block_memory(made, workload, layout, is_layer=0 < piece < last)
             blocks.append(known[key])
         self._blocks = tuple(blocks)
         self._ep = layout.ep

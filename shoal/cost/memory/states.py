@@ -76,6 +76,6 @@ def _of_exchange(plan: Plan, cut: float) -> float:
     return kept
 
 
-def state_bytes(plan: Plan, shards: float) -> float:
+def state_bytes(plan: Plan, shards: float, tiers: Tiers | None = None) -> float:
     """Return the sum of `states_of`."""
-    return sum(states_of(plan, shards))
+    return sum(states_of(plan, shards, tiers))

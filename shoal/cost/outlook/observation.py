@@ -19,7 +19,7 @@ from shoal.plan.groups import Group
 from shoal.timeline import Kind, Lane, Timeline, explain
 from shoal.timeline.intervals import Intervals, intersect, length, subtract, union
 from shoal.timeline.kinds import seconds_by_kind
-from shoal.timeline.launch import blocked_in
+from shoal.timeline.launch import stopped_in
 from shoal.timeline.matching import match_collectives
 from shoal.timeline.windows import StepWindows
 from shoal.workload import Workload
@@ -141,7 +141,7 @@ def _spread(timeline: Timeline, kinds: tuple[Kind, ...], *, alike: bool) -> floa
     for rank in timeline.ranks:
         spans = timeline.of(rank)
         worked = union((span.start, span.stop) for span in spans if span.kind in kinds)
-        own = subtract(worked, blocked_in(spans))
+        own = subtract(worked, stopped_in(spans))
         steps = _settled(StepWindows(timeline, rank))
         by_rank.append([length(intersect(own, [window])) for window in steps])
     over_steps = median(map(spread_of, by_rank))

@@ -19,6 +19,7 @@ from shoal.cost.time.jitter import straggler_share
 from shoal.cost.time.joins import Join, Joined
 from shoal.cost.time.losses import compute_parts
 from shoal.cost.time.maximum import lognormal_maximum, normal_maximum
+from shoal.cost.time.offload import update_outside
 from shoal.cost.time.passes import pass_seconds, stream_seconds
 from shoal.cost.time.products import depth_of, product_seconds
 from shoal.cost.time.served import ServedTimes, served_times
@@ -59,5 +60,6 @@ __all__ = [
     "starts_of",
     "straggler_share",
     "stream_seconds",
+    "update_outside",
     "workload_on",
 ]

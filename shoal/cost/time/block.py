@@ -87,10 +87,12 @@ def block_cost(
         layout: How the block is laid over ranks.
         is_layer: Whether the block is a layer, which may be recomputed, or else the embedding or the end.
     """
+    recompute = layout.policy(block, is_layer=is_layer)
+    if block.is_kept:
+        layout = layout._replace(recompute="none")
     block = block.under(layout.compile)
     if layout.precision == "fp8" and not is_layer:
         layout = layout._replace(precision="bf16")
-    recompute = layout.recompute if is_layer else "none"
     stream = float(layout.width) * layout.microbatch * length / layout.cp * hidden
     forward, backward = _joins(block, stream, cluster, _of_joins(layout))
     if recompute == "full":

@@ -23,6 +23,7 @@ ZeRO-Offload (Ren et al., arXiv:2101.06840) and ZeRO-Infinity (Rajbhandari et al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -31,7 +32,15 @@ from shoal.errors import ClusterError
 from shoal.plan import BLOCK_ELEMENTS, BUFFERS, Plan, Tiers
 from shoal.units import format_bytes
 
-__all__ = ["Offload", "offload_of", "staging_bytes", "tiers_on"]
+__all__ = [
+    "Offload",
+    "fits_host",
+    "offload_of",
+    "require_host",
+    "staging_bytes",
+    "tiers_on",
+    "update_outside",
+]
 
 _FP32 = 4.0  # bytes
 _MOMENTS = 2
@@ -44,6 +53,8 @@ class Offload:
 
     Attributes:
         parts: Exposed seconds of a step, by name: forward, backward, update.
+        waits: Seconds of a step in which a device waits for files: what is exposed, without the update's own
+            work.
         replaced: Seconds that the step saves: the optimizer's passes on the device.
         link_bytes: Bytes in a step over the device's link, in both directions.
         file_bytes: Bytes in a step to and from files.
@@ -51,6 +62,7 @@ class Offload:
     """
 
     parts: Mapping[str, float]
+    waits: float
     replaced: float
     link_bytes: float
     file_bytes: float
@@ -88,44 +100,92 @@ def offload_of(
         kept: Bytes that the rank's layers keep for a micro-batch from forward to backward.
 
     Raises:
-        ClusterError: A rate of the host is not known, or its memory is too small.
+        ClusterError: A rate of the host is not known.
     """
     tiers = tiers_on(plan, cluster)
     if not tiers.moved:
-        return Offload({}, 0.0, 0.0, 0.0, 0.0)
+        return Offload({}, 0.0, 0.0, 0.0, 0.0, 0.0)
     forward, backward = passes
     shard = _FP32 * owned
     in_files = {part: float(place == "file") for part, place in tiers.moved.items()}
     reads, gradients = in_files.get("parameters", 0.0), in_files.get("gradients", 0.0)
     kept *= in_files.get("activations", 0.0)
-    rate = _file_rate(cluster) if tiers.has_files else float("inf")
+    rate = _file_rate(cluster) if tiers.has_files else math.inf
     down = reads * shard + kept
     first, later = down + gradients * shard, down + 2 * gradients * shard
-    files = shard * (2 * _MOMENTS * in_files.get("optimizer", 0.0) + gradients + 2 * reads)
-    made, link = update, 0.0
-    if not cluster.cores and "optimizer" in tiers.moved:
-        link = 3 * shard
-        made = _ADAM_BYTES * owned / _host_rate(cluster) + link / _link_rate(cluster)
+    files, made, link = _update_of(cluster, tiers, owned, update)
     state = shard * (_MOMENTS * ("optimizer" in tiers.moved) + gradients + reads)
+    parts = {
+        "forward": count * max(0.0, down / rate - forward),
+        "backward": max(0.0, first / rate - backward) + (count - 1) * max(0.0, later / rate - backward),
+        "update": max(made, files / rate),
+    }
+    return Offload(
+        parts=parts,
+        waits=sum(parts.values()) - made,
+        replaced=update,
+        link_bytes=link,
+        file_bytes=files + count * down + first + (count - 1) * later,
+        host_bytes=state * min(cluster.host.devices, cluster.devices_per_node),
+    )
+
+
+def fits_host(plan: Plan, cluster: Cluster, owned: float) -> bool:
+    """Return whether a host has memory for what its devices keep there.
+
+    Args:
+        plan: The Plan.
+        cluster: The machines.
+        owned: Number of elements that a rank's optimizer owns.
+    """
+    if tiers_on(plan, cluster).optimizer != "host":
+        return True
     sharing = min(cluster.host.devices, cluster.devices_per_node)
-    if tiers.optimizer == "host" and state * sharing > cluster.host.memory:
+    return _FP32 * _MOMENTS * owned * sharing <= cluster.host.memory
+
+
+def require_host(plan: Plan, cluster: Cluster, owned: float, nbytes: float) -> None:
+    """Check that a host has memory for what its devices keep there: `nbytes` together.
+
+    Raises:
+        ClusterError: It has not.
+    """
+    if not fits_host(plan, cluster, owned):
         raise ClusterError(
-            f"offload={plan.offload} takes {format_bytes(round(state * sharing))} on each host, which has "
+            f"offload={plan.offload} takes {format_bytes(round(nbytes))} on each host, which has "
             f"{format_bytes(round(cluster.host.memory))}",
             possible="more sharding, more hosts, or optimizer:file",
             change="shard the state over more ranks, or write offload=optimizer:file",
         )
-    return Offload(
-        parts={
-            "forward": count * max(0.0, down / rate - forward),
-            "backward": max(0.0, first / rate - backward) + (count - 1) * max(0.0, later / rate - backward),
-            "update": max(made, files / rate),
-        },
-        replaced=update,
-        link_bytes=link,
-        file_bytes=files + count * down + first + (count - 1) * later,
-        host_bytes=state * sharing,
-    )
+
+
+def update_outside(cluster: Cluster, plan: Plan, owned: float, update: float) -> float:
+    """Return the seconds of an update, with a Plan's `offload`.
+
+    Args:
+        cluster: The machines.
+        plan: The Plan.
+        owned: Number of elements that the rank's optimizer owns.
+        update: Seconds of the optimizer's passes on the device.
+
+    Raises:
+        ClusterError: A rate of the host is not known.
+    """
+    tiers = tiers_on(plan, cluster)
+    rate = _file_rate(cluster) if tiers.has_files else math.inf
+    files, made, _ = _update_of(cluster, tiers, owned, update)
+    return max(made, files / rate)
+
+
+def _update_of(cluster: Cluster, tiers: Tiers, owned: float, update: float) -> tuple[float, float, float]:
+    """Return an update's bytes of files, the seconds of its passes, and its bytes over the link."""
+    shard = _FP32 * owned
+    blocks = 2 * _MOMENTS * (tiers.optimizer == "file") + (tiers.gradients == "file")
+    files = shard * (blocks + 2 * (tiers.parameters == "file"))
+    if cluster.cores or tiers.optimizer == "device":
+        return files, update, 0.0
+    link = 3 * shard
+    return files, _ADAM_BYTES * owned / _host_rate(cluster) + link / _link_rate(cluster), link
 
 
 def staging_bytes(plan: Plan, owned: float, largest: float) -> tuple[float, float]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
 
 from shoal.plan import SettledPlan
 from shoal.plan.stages import Cost, parse_split, ranges_of, split_by_cost, split_by_count
-from shoal.workload import Workload
+from shoal.workload import Block, Workload
 
-__all__ = ["flop_costs", "pieces_by_stage"]
+__all__ = ["as_kept", "flop_costs", "kept_pieces", "pieces_by_stage"]
 
 
 def pieces_by_stage(
@@ -42,6 +44,30 @@ def pieces_by_stage(
     factors = [by_place[place] for place in plan.placement] if by_place else None
     split = split_by_cost(costs(), plan.stages, plan.placement, microbatches=microbatches, factors=factors)
     return ranges_of(split)
+
+
+def kept_pieces(workload: Workload, plan: SettledPlan, stages: Sequence[range]) -> frozenset[int]:
+    """Return the pieces in whose backward nothing is computed again, though the Plan has a recompute policy.
+
+    Args:
+        workload: The Workload.
+        plan: The Plan, which says how many blocks are recomputed.
+        stages: The pieces of each stage.
+    """
+    if plan.recomputed.blocks is None:
+        return frozenset()
+    last = len(workload.layers) + 1
+    kept: list[int] = []
+    for stage in stages:
+        layers = range(max(stage.start, 1), min(stage.stop, last))
+        kept += layers[plan.recomputed.count(len(layers), last - 1) :]
+    return frozenset(kept)
+
+
+@lru_cache(maxsize=256)
+def as_kept(block: Block) -> Block:
+    """Return the block with nothing recomputed; equal blocks get one object."""
+    return replace(block, is_kept=True)
 
 
 def flop_costs(workload: Workload) -> list[Cost]:

@@ -43,9 +43,9 @@ from shoal.cost.time.hosts import HostCosts, host_costs
 from shoal.cost.time.jitter import straggler_share
 from shoal.cost.time.least import Beside, Passes, least_end
 from shoal.cost.time.merges import Merge, merge_of
-from shoal.cost.time.offload import Offload, offload_of
+from shoal.cost.time.offload import Offload, offload_of, require_host
 from shoal.cost.time.passes import stream_seconds
-from shoal.cost.time.split import pieces_by_stage
+from shoal.cost.time.split import as_kept, kept_pieces, pieces_by_stage
 from shoal.cost.time.stage_cost import StageCost, backward_waited_for, works_by_stage
 from shoal.cost.time.update import gradient_sum_bytes, update_bytes
 from shoal.plan import Boundary, Groups, SettledPlan
@@ -207,7 +207,11 @@ class Costs:
     def after_at(self, plan: SettledPlan, place: int, parameters: Parameters, count: int) -> float:
         """Return the seconds of `after` on those devices at a place along the pipeline that take longest."""
         seconds = max(each.after(plan, parameters, count) for each in self.all_at(plan, place))
-        return seconds + (self.offload(plan, place, count).extra if plan.tiers.moved else 0.0)
+        return seconds + (self._offload(plan, place, count)[0].extra if plan.tiers.moved else 0.0)
+
+    def file_waits(self, plan: SettledPlan, place: int, count: int) -> float:
+        """Return the part of `after_at` in which ranks at a place along the pipeline wait for files."""
+        return self._offload(plan, place, count)[0].waits if plan.tiers.moved else 0.0
 
     def offload(self, plan: SettledPlan, place: int, count: int) -> Offload:
         """Return the effect of the Plan's `offload` on the ranks at a place along the pipeline.
@@ -215,6 +219,12 @@ class Costs:
         Raises:
             ClusterError: A rate of the host is not known, or its memory is too small.
         """
+        found, owned = self._offload(plan, place, count)
+        require_host(plan, self.at(plan, place).cluster, owned, found.host_bytes)
+        return found
+
+    def _offload(self, plan: SettledPlan, place: int, count: int) -> tuple[Offload, float]:
+        """Return the effect of the Plan's `offload`, and the elements that a rank owns."""
         stage, here = self.stages(plan, count)[place], self.at(plan, place)
         passes = stage.forward, stage.input + stage.weight
         owned, update = owned_by_rank(stage.parameters, plan), here.update(plan, stage.parameters)
@@ -225,7 +235,7 @@ class Costs:
             ends, layout = (self.workload.embedding, self.workload.end), here.settled(Layout.of(plan))
             layers = [each for each in blocks if each not in ends]
             kept = sum(kept_bytes(each, self.workload, layout, is_layer=True) for each in layers)
-        return offload_of(here.cluster, plan, owned, passes, count, update, kept)
+        return offload_of(here.cluster, plan, owned, passes, count, update, kept), owned
 
     def least_of_passes(self, plan: SettledPlan, count: int) -> float:
         """Return a lower bound on the seconds of `count` micro-batches, for any sharding of the state."""
@@ -266,7 +276,7 @@ class Costs:
         layout = Layout.of(plan)
         where = () if self._by_kind is None else (plan.dp, plan.order)
         by_cost = count if plan.split == "cost" else 0
-        key = layout, plan.pp, plan.schedule, plan.virtual, plan.split, by_cost, where
+        key = layout, plan.pp, plan.schedule, plan.virtual, plan.split, by_cost, plan.recomputed.blocks, where
         found = self._stages.get(key)
         if found is None:
             held = self._cut(plan, count) if plan.split == "cost" else self._cuts.get(key[1:])
@@ -288,6 +298,8 @@ class Costs:
         pieces = self.workload.pieces
         costs, paces = partial(self.piece_costs, Layout.of(plan)), partial(self.paces, plan)
         ranges = pieces_by_stage(self.workload, plan, count, costs, paces)
+        if kept := kept_pieces(self.workload, plan, ranges):
+            pieces = [as_kept(piece) if place in kept else piece for place, piece in enumerate(pieces)]
         return [pieces[each.start : each.stop] for each in ranges]
 
     def _cut(self, plan: SettledPlan, count: int) -> list[_Held]:

@@ -13,6 +13,8 @@ from shoal.collectives import return_freed_memory
 from shoal.errors import ConfigError, LayoutError
 from shoal.parallel.offload.state_file import Segment, StateFile, aligned_buffer
 from shoal.plan import Plan, Tiers
+from shoal.record import NullRecorder, Recorder
+from shoal.timeline import Kind
 
 __all__ = ["HostSegment", "Storage"]
 
@@ -44,20 +46,24 @@ class Storage:
     Args:
         tiers: The place of each part of the state.
         folder: Folder of the files; None if there are none.
+        recorder: Recorder of the waits for files.
 
     Attributes:
         tiers: The argument `tiers`.
     """
 
-    def __init__(self, tiers: Tiers, folder: Path | None) -> None:
+    def __init__(self, tiers: Tiers, folder: Path | None, recorder: Recorder | None = None) -> None:
         self.tiers = tiers
+        self._recorder = recorder if recorder is not None else NullRecorder()
         self._folder = folder
         self._files: dict[str, StateFile] = {}
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="offload")
         self._writing: list[Future[None]] = []
 
     @classmethod
-    def of(cls, plan: Plan, device: torch.device, folder: Path | None) -> Storage | None:
+    def of(
+        cls, plan: Plan, device: torch.device, folder: Path | None, recorder: Recorder | None = None
+    ) -> Storage | None:
         """Return the storage of a rank; None if all of its state stays on its device.
 
         With files the process gives freed memory back to the system: see `return_freed_memory`.
@@ -66,6 +72,7 @@ class Storage:
             plan: The Plan, which says what is kept where.
             device: The rank's device. A CPU's memory is the host's.
             folder: Folder of the files.
+            recorder: Recorder of the waits for files.
 
         Raises:
             ConfigError: There are to be files, and there is no folder.
@@ -88,7 +95,7 @@ class Storage:
             )
         if tiers.has_files:
             return_freed_memory()
-        return cls(tiers, folder)
+        return cls(tiers, folder, recorder)
 
     @property
     def has_shards(self) -> bool:
@@ -118,10 +125,26 @@ class Storage:
         """Run a move of a segment in another thread."""
         return self._threads.submit(move, *arguments)
 
+    def wait(self, move: Future[None], name: str) -> None:
+        """Wait for a move, recorded as a wait for files unless it is done.
+
+        Args:
+            move: The move, as `start` returned it.
+            name: What is waited for, as the Timeline names it.
+
+        Raises:
+            OffloadError: The move failed.
+        """
+        if move.done():
+            move.result()
+            return
+        with self._recorder.span(Kind.FILE_WAIT, name):
+            move.result()
+
     def write_behind(self, move: Callable[..., None], *arguments: Any) -> Future[None]:
         """Start a write, once at most one other is running; `settle` waits for both."""
         while len(self._writing) > 1:
-            self._writing.pop(0).result()
+            self.wait(self._writing.pop(0), "write")
         self._writing.append(self.start(move, *arguments))
         return self._writing[-1]
 
@@ -132,4 +155,4 @@ class Storage:
             OffloadError: One failed.
         """
         while self._writing:
-            self._writing.pop(0).result()
+            self.wait(self._writing.pop(0), "write")

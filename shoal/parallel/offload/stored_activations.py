@@ -84,7 +84,7 @@ class _Space:
         if free := self._free.get(size):
             place = free.pop()
             if place.written is not None:
-                place.written.result()
+                self.storage.wait(place.written, "write:activations")
             return place
         if self._segment is None or self._used + size > self._segment.elements:
             added = self.storage.add("activations", "the activations", max(size, _CHUNK), torch.uint8)
@@ -170,7 +170,7 @@ class _Handle:
         """Begin to read the storage, unless that was begun."""
         if self._buffer is None:
             assert self._place.written is not None
-            self._place.written.result()
+            self._space.storage.wait(self._place.written, "write:activations")
             self._buffer = aligned_buffer(self._nbytes, torch.uint8)
             place = self._place
             self._reading = self._space.storage.start(place.segment.read, place.first, self._buffer)
@@ -181,7 +181,7 @@ class _Handle:
         self._saved.read_before()
         assert self._buffer is not None
         assert self._reading is not None
-        self._reading.result()
+        self._space.storage.wait(self._reading, "read:activations")
         return self._buffer[: self._nbytes]
 
     def __del__(self) -> None:

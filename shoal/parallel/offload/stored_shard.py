@@ -67,7 +67,7 @@ class StoredShard:
         """Return the parameters `[elements]` that were read."""
         assert self._staged is not None
         assert self._reading is not None
-        self._reading.result()
+        self._storage.wait(self._reading, "read:parameters")
         staged, self._staged, self._reading = self._staged, None, None
         return staged
 

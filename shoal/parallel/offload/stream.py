@@ -85,7 +85,7 @@ class Stream(Generic[_Of]):
             while reading:
                 self._read_next(coming, reading, writing)
                 block, buffers, moves = reading[0]
-                _finish(moves)
+                self._finish(moves, "read:block")
                 change(block.of, buffers)
                 writing.append((buffers, self._start(block, buffers, "write")))
                 reading.popleft()
@@ -114,7 +114,7 @@ class Stream(Generic[_Of]):
         """Wait for the oldest write, and free its buffers."""
         buffers, moves = writing.popleft()
         self._free.append(buffers)
-        _finish(moves)
+        self._finish(moves, "write:block")
 
     def _start(self, block: Block[_Of], buffers: _Buffers, action: str) -> list[Future[None]]:
         elements = -(-block.elements // GRANULE) * GRANULE
@@ -124,7 +124,6 @@ class Stream(Generic[_Of]):
             if action == "read" or name in block.changed
         ]
 
-
-def _finish(moves: Iterable[Future[None]]) -> None:
-    for move in moves:
-        move.result()
+    def _finish(self, moves: Iterable[Future[None]], name: str) -> None:
+        for move in moves:
+            self._storage.wait(move, name)

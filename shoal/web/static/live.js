@@ -12,7 +12,7 @@ import { heatMap } from "./heat.js";
 import { verdict } from "./verdict.js";
 
 const PARTS = [
-  "compute", "launch", "exposed_communication", "bubble", "data_wait", "straggler_wait", "other",
+  "compute", "launch", "exposed_communication", "bubble", "data_wait", "file_wait", "straggler_wait", "other",
 ];
 const PURPOSES = ["tensor", "context", "expert", "data", "pipeline", "control"];
 const MOST_BARS = 8;
@@ -20,6 +20,7 @@ const MEASURES = {
   late: "comes late to collectives",
   compute: "computes",
   data_wait: "waits for data",
+  file_wait: "waits for files",
   straggler_wait: "waits for late ranks",
   exposed_communication: "exposed communication",
   bubble: "bubble",
