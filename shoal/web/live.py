@@ -17,7 +17,16 @@ from shoal.web.watched import Watched
 __all__ = ["MEASURES", "live"]
 
 _SERIES = ("loss", "validation_loss", "tokens_per_second")
-MEASURES = ("late", "compute", "data_wait", "file_wait", "straggler_wait", "exposed_communication", "bubble", "other")
+MEASURES = (
+    "late",
+    "compute",
+    "data_wait",
+    "file_wait",
+    "straggler_wait",
+    "exposed_communication",
+    "bubble",
+    "other",
+)
 _RECENT_STEPS = 200  # steps whose median speed is the present one
 _MOST_CELLS = 1920  # of the heat map: 64 ranks and 30 steps
 
@@ -128,7 +137,8 @@ def _heat(timeline: Timeline, breakdown: Breakdown, measure: str) -> dict[str, A
     def value(rank: RankBreakdown, index: int) -> float | None:
         if (parts := rank.steps.get(index)) is None:
             return None
-        seconds = late.get(index, {}).get(rank.rank, 0.0) if measure == "late" else getattr(parts, measure) or 0.0
+        lateness = late.get(index, {}).get(rank.rank, 0.0)
+        seconds = lateness if measure == "late" else getattr(parts, measure) or 0.0
         return round(seconds, 9)
 
     return {
