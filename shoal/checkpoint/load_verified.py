@@ -57,9 +57,9 @@ def load_verified(
     mine: dict[str, list[Copy]] = {}
 
     def choose() -> dict[str, int]:
+        wants = {name: _nbytes(copies) for name, copies in copies_by_file(manifest, in_use).items()}
         mine.update(copies_by_file(manifest, fresh))
-        wants = {name: _nbytes(copies) for name, copies in mine.items()}
-        for name, copies in copies_by_file(manifest, in_use).items():
+        for name, copies in mine.items():
             wants[name] = wants.get(name, 0) + _nbytes(copies)
         return {name: wants[name] for name in nlargest(_TOLD, wants, key=wants.__getitem__)}
 

@@ -153,6 +153,7 @@ def load(
     Raises:
         CheckpointError: On all ranks: there is no sound checkpoint, or it does not fit the model or the
             optimizer.
+        TrainingError: A sound checkpoint could not be read once more, and the model is loaded in part.
     """
     coordinator = all_ranks()
     found = attempt_together(coordinator, f"cannot load {path}", lambda: resolve(Path(path)))[0]

@@ -109,14 +109,14 @@ for work in (lambda: to_dcp(first, dcp), lambda: from_dcp(dcp, second)):
 
 
 def test_either_way_takes_the_memory_of_few_tensors(tmp_path: Path) -> None:
-    """The state has 320 MiB in tensors of 8 MiB; five of them and the chunks of files are 60."""
-    state = {f"model/{number}": torch.full((2 << 20,), float(number)) for number in range(40)}
+    """The state has 160 MiB in tensors of 4 MiB; four of them and the chunks of files are 36."""
+    state = {f"model/{number}": torch.full((1 << 20,), float(number)) for number in range(40)}
     path = save(tmp_path / "first", 1, wholes(state), {}, SingleProcess())
     command = [sys.executable, "-c", GROWTH, path, tmp_path / "dcp", tmp_path / "second"]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     grown = [float(line) for line in told.split()]
     assert len(grown) == 2
-    assert max(grown) < 120  # the allocator keeps some that were freed
+    assert max(grown) < 80, grown  # the allocator keeps some that were freed
     assert not list(compare(path, tmp_path / "second" / path.name))
 
 
