@@ -145,8 +145,7 @@ class Trainer:
         own, batch = plan_of_ranks(whole, batch, servers)
         self.plan = with_compile(own, model, sequence, self._device)
         self.config = optimizer if optimizer is not None else OptimizerConfig()
-        self.steps = steps
-        self.step_count = self.position = 0
+        self.steps, self.step_count, self.position = steps, 0, 0
         self.skips = Skips(self.config.skip)
         if self._device.type == "cpu":
             keep_freed_memory()
