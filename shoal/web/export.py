@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from shoal.errors import RunError, ShoalError, UserError
+from shoal.errors import RunError, UserError
 from shoal.web.bundle import bundle
 from shoal.web.encode import encode
 from shoal.web.folder import Folder
@@ -67,15 +67,16 @@ def export(path: Path, directory: Path, names: Sequence[str] = ()) -> list[Path]
         text = encode(_answers(page, run))
         (directory / "data" / f"{page.name}.json").write_text(text, encoding="utf-8")
         target = directory / f"{page.name}.html"
-        target.write_text(_html(page, text), encoding="utf-8")
+        target.write_text(_html(page, shown, text), encoding="utf-8")
         written.append(target)
     return written
 
 
-def _html(page: Page, data: str) -> str:
+def _html(page: Page, pages: Sequence[Page], data: str) -> str:
     return page_html(
         page,
         address=lambda name: f"{name}.html",
+        pages=pages,
         scripts=_HEAD.format(policy=POLICY, page=page.name),
         extra=f'<script type="application/json" id="inlined">{data}</script>',
     )
@@ -84,12 +85,12 @@ def _html(page: Page, data: str) -> str:
 def _answers(page: Page, run: Watched | None) -> dict[str, object]:
     """Return the data of a page by query, each written as `name=value&...` in the order of the names."""
     queries = list(page.exported)
-    if page.name in ("timeline", "ddp") and run is not None:
-        queries += _newest_steps(run)
-    if run is not None:
+    if page.needs_run and run is not None:
         run.refresh()
         if run.metrics.is_sample:
             run.refresh()
+        if page.name in ("timeline", "ddp"):
+            queries += _newest_steps(run)
     found: dict[str, object] = {}
     for values in queries:
         try:
@@ -104,10 +105,6 @@ def _answers(page: Page, run: Watched | None) -> dict[str, object]:
 
 
 def _newest_steps(run: Watched) -> list[Mapping[str, str]]:
-    try:
-        run.refresh()
-    except ShoalError:
-        return []
     last, first = run.files.last_step(), run.files.first_step()
     if last is None or first is None:
         return []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from html import escape
 
 from shoal.web.pages import PAGES, Page
@@ -16,18 +16,26 @@ POLICY = (
 """The content security policy: no inline script or style, and no script can make HTML from text."""
 
 
-def page_html(page: Page, *, address: Callable[[str], str], scripts: str, extra: str = "") -> str:
+def page_html(
+    page: Page,
+    *,
+    address: Callable[[str], str],
+    scripts: str,
+    pages: Iterable[Page] = tuple(PAGES.values()),
+    extra: str = "",
+) -> str:
     """Return a page without its data.
 
     Args:
         page: The page.
         address: Returns the address of another page, by its name.
         scripts: Elements of the head that load style and scripts.
+        pages: The pages of the navigation.
         extra: Elements at the end of the body, such as inlined data.
     """
     links = "\n".join(
         f'<li><a href="{escape(address(each.name))}"{_current(each, page)}>{escape(each.label)}</a></li>'
-        for each in PAGES.values()
+        for each in pages
     )
     return f"""<!doctype html>
 <html lang="en" data-page="{page.name}" data-needs-run="{"yes" if page.needs_run else "no"}">

@@ -152,7 +152,7 @@ class _File:
         self._identity: tuple[int, int] | None = None
 
     def refresh(self) -> bool:
-        """Find the headers in what was appended; return whether there was anything."""
+        """Find the headers in what was appended; return whether there was a whole line."""
         found = self.path.stat()
         identity = (found.st_dev, found.st_ino)
         if identity != self._identity or found.st_size < self._scanned:
@@ -161,13 +161,13 @@ class _File:
         if found.st_size == self._scanned:
             return False
         with self._mapped() as data:
-            end = data.rfind(b"\n") + 1
+            begin, end = self._scanned, data.rfind(b"\n") + 1
             at = _next_header(data, self._scanned) if self.parts else 0
             while 0 <= at < end and len(self.parts) < _MOST_HEADERS:
                 self.parts.append(self._header(data, at))
                 at = _next_header(data, at + 1)
             self._scanned = end
-        return True
+        return end > begin
 
     def _mapped(self) -> mmap.mmap:
         with self.path.open("rb") as file:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.diagnosis import POLICY, Verdict, verdict
-from shoal.errors import UserError
+from shoal.errors import ShoalError, UserError
 from shoal.run import Run
 from shoal.simulate import Prediction, kinds_compared, mark_bubbles, recorded_cluster
 from shoal.timeline import Breakdown, Timeline, explain
@@ -48,6 +48,7 @@ class Watched:
         self._compared: list[dict[str, Any]] | None = None
         self._explain_at = 0.0
         self._is_behind = False
+        self._trouble: ShoalError | None = None
         self._described: int = 0
 
     @property
@@ -70,18 +71,22 @@ class Watched:
         has_metrics = self.metrics.refresh()
         has_spans = self.files.refresh()
         self._is_behind |= has_spans
-        if self._is_behind and time.monotonic() >= self._explain_at:
+        if self._is_due:
             self._explain()
+        if self._trouble is not None:
+            raise self._trouble
         return has_metrics or has_spans
 
     def _explain(self) -> None:
         begun = time.monotonic()
-        timeline = mark_bubbles(self.files.newest(_STEPS, _SPANS))
-        steps = timeline.steps()
-        self._recent = timeline, explain(timeline) if steps else None
-        self._verdict = verdict(timeline, first=max(steps[0], POLICY.warm_up)) if steps else None
-        self._compared = None
-        self._is_behind = False
+        self._is_behind, self._trouble, self._compared = False, None, None
+        try:
+            timeline = mark_bubbles(self.files.newest(_STEPS, _SPANS))
+            steps = timeline.steps()
+            self._recent = timeline, explain(timeline) if steps else None
+            self._verdict = verdict(timeline, first=max(steps[0], POLICY.warm_up)) if steps else None
+        except ShoalError as error:  # told at each refresh, until the file grows
+            self._trouble = error
         ended = time.monotonic()
         self._explain_at = ended + (ended - begun) * (1 / _SHARE - 1)
 
@@ -110,8 +115,12 @@ class Watched:
 
     @property
     def is_behind(self) -> bool:
-        """Whether there is more to read or to explain than the last refresh did."""
-        return self._is_behind or self.metrics.is_sample
+        """Whether a refresh would read or explain more, though no file has grown."""
+        return self._is_due or self.metrics.is_sample
+
+    @property
+    def _is_due(self) -> bool:
+        return self._is_behind and time.monotonic() >= self._explain_at
 
     @cached_property
     def prediction(self) -> Prediction | str:

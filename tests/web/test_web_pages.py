@@ -146,6 +146,9 @@ def test_pages_as_files_hold_their_data_and_nothing_that_runs(hostile, tmp_path)
     assert [path.stem for path in written] == names
     for path in written:
         text = path.read_text()
+        assert re.findall(r'<a href="(\w+)\.html"', text) == names, (
+            "no link leads to a page that is not there"
+        )
         scripts = re.findall(r"<script[^>]*>", text)
         assert scripts == [
             f'<script defer src="static/{path.stem}.js">',

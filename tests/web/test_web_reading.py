@@ -140,7 +140,7 @@ def test_a_file_that_grows_is_read_from_where_it_ended_and_a_torn_line_is_waited
     for rank in (0, 1):
         with run.timeline_file(rank).open("a") as file:
             file.write(text[:20])
-    files.refresh()
+    assert not files.refresh(), "else a killed run would be explained again and again"
     assert files.last_step() == 30
     for rank in (0, 1):
         with run.timeline_file(rank).open("a") as file:
@@ -191,6 +191,16 @@ def test_a_malformed_span_is_named(run):
     files.refresh()
     with pytest.raises(ShoalError, match="rank-00001"):
         files.steps(1, 1)
+
+
+def test_a_malformed_span_among_the_newest_is_told_each_time_and_not_read_again(run):
+    path = run.timeline_file(1)
+    path.write_text(path.read_text().replace('"duration":0.300000000}\n', '"duration":"x"}\n'))
+    watched = Watched(run)
+    for _ in range(2):
+        with pytest.raises(ShoalError, match="rank-00001"):
+            watched.refresh()
+        assert not watched.is_behind
 
 
 def test_few_spans_are_shown_as_they_are_and_many_keep_the_time_of_each_lane(run):
