@@ -62,6 +62,18 @@ def test_a_rank_that_waits_for_another_is_not_the_cause() -> None:
     assert "rank 2 did not send to rank 1" in verdict.text
 
 
+def test_a_receive_that_was_begun_early_hides_nobody() -> None:
+    # Rank 1 has begun a receive, and sleeps; rank 0 waits for it in a collective.
+    early = Call(number=1, name="receive", root=0)
+    ranks = [
+        state(0, reduce(1, finished=False), size=2),
+        state(1, early, size=2, place=SLEEPING),
+    ]
+    verdict = judge(ranks)
+    assert (verdict.cause, verdict.ranks) == (Cause.SLEEP, (1,))
+    assert "did not come to all_reduce" in verdict.text
+
+
 def test_ranks_that_wait_for_each_other_are_a_circle() -> None:
     def waiting(rank: int, own: str, other: str) -> RankState:
         both = [0, 1]
