@@ -68,11 +68,15 @@ def check_mtu(machine: Machine, window: Window) -> Iterator[Finding]:
     told = ", ".join(f"{each} {mtu}" for each, mtu in mtus.items())
     by_speed = defaultdict(set)
     for each, mtu in mtus.items():
-        by_speed[_speed(machine, each)].add(mtu)
+        if (speed := _speed(machine, each)) > 0:
+            by_speed[speed].add(mtu)
     small = [each for each, mtu in mtus.items() if mtu < _JUMBO and _carries_rdma(machine, each)]
     if any(len(each) > 1 for each in by_speed.values()):
         yield Finding(
-            row, Verdict.BAD, f"differs between interfaces of one speed: {told}", "set one MTU on all of them"
+            row,
+            Verdict.WARN,
+            f"differs between interfaces of one speed: {told}",
+            "set one MTU on the interfaces of one network",
         )
     elif small:
         yield Finding(

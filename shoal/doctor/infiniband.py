@@ -10,7 +10,14 @@ from shoal.doctor.finding import Finding, Verdict
 from shoal.doctor.machine import Machine
 from shoal.doctor.window import Window, ports
 
-__all__ = ["active_ports", "check_congestion", "check_errors", "check_ports", "check_rails"]
+__all__ = [
+    "active_ports",
+    "bytes_per_second",
+    "check_congestion",
+    "check_errors",
+    "check_ports",
+    "check_rails",
+]
 
 _ROOT = "/sys/class/infiniband"
 
@@ -34,6 +41,13 @@ def active_ports(machine: Machine) -> list[str]:
         for device, port in ports(machine)
         if "ACTIVE" in _text(machine, device, port, "state")
     ]
+
+
+def bytes_per_second(window: Window, owner: str) -> float:
+    """Return the bytes that a port sent and received per second."""
+    # InfiniBand and RoCE count words of 4 bytes; Amazon's EFA counts bytes under other names.
+    words = window.rate("port", owner, "port_xmit_data") + window.rate("port", owner, "port_rcv_data")
+    return 4 * words or window.rate("port", owner, "tx_bytes") + window.rate("port", owner, "rx_bytes")
 
 
 def check_ports(machine: Machine, window: Window) -> Iterator[Finding]:
@@ -79,11 +93,7 @@ def check_ports(machine: Machine, window: Window) -> Iterator[Finding]:
 def check_rails(machine: Machine, window: Window) -> Iterator[Finding]:
     """Compare the bytes that the RDMA ports moved between two moments."""
     row = "RDMA rails"
-    moved = {
-        owner: 4
-        * (window.rate("port", owner, "port_xmit_data") + window.rate("port", owner, "port_rcv_data"))
-        for owner in active_ports(machine)
-    }
+    moved = {owner: bytes_per_second(window, owner) for owner in active_ports(machine)}
     if len(moved) < 2 or not window.seconds:
         return
     if max(moved.values()) < _USED:

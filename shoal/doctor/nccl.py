@@ -12,14 +12,14 @@ from collections import Counter
 from collections.abc import Iterator
 
 from shoal.doctor.finding import Finding, Verdict
-from shoal.doctor.infiniband import active_ports
+from shoal.doctor.infiniband import active_ports, bytes_per_second
 from shoal.doctor.machine import Machine
 from shoal.doctor.window import Window, interfaces, ports
 
 __all__ = ["check_log", "check_settings", "check_traffic"]
 
 _NETWORK = re.compile(r"NCCL INFO (?:\S+: )?Using network (.+?)\s*$", re.MULTILINE)
-_WAY = re.compile(r"via (NET/[^/\s(]+)/\S*?(GDRDMA)?\s*$", re.MULTILINE)
+_WAY = re.compile(r"via NET/([^/\n]+)/(\S*)")
 _REASONS = (
     (r"NET/IB : No device found", "NCCL found no RDMA device"),
     (r"NCCL_IB_DISABLE set by environment to 1", "NCCL_IB_DISABLE=1 forbids RDMA"),
@@ -41,7 +41,7 @@ def check_log(machine: Machine, log: str) -> Iterator[Finding]:
     """
     row = "NCCL network"
     networks = Counter(_NETWORK.findall(log))
-    ways = Counter((way.removeprefix("NET/"), bool(direct)) for way, direct in _WAY.findall(log))
+    ways = Counter((way, "GDRDMA" in rest) for way, rest in _WAY.findall(log))
     used = [*networks, *(way for way, _ in ways)]
     if not used:
         yield Finding(
@@ -50,7 +50,7 @@ def check_log(machine: Machine, log: str) -> Iterator[Finding]:
         return
     slow = [name for name in used if _SLOW.search(name)]
     reasons = "; ".join(text for pattern, text in _REASONS if re.search(pattern, log))
-    told = ", ".join(f"{name} ({count} ranks)" for name, count in networks.items()) or ", ".join(used)
+    told = ", ".join(f"{name} ({count} times)" for name, count in networks.items()) or ", ".join(used)
     if not slow:
         yield Finding(row, Verdict.OK, f"RDMA: {told}")
     elif active_ports(machine):
@@ -115,12 +115,7 @@ def check_traffic(machine: Machine, window: Window) -> Iterator[Finding]:
     row = "RDMA or TCP"
     if not window.seconds:
         return
-    # Ports count words of 4 bytes.
-    over_rdma = sum(
-        4 * window.rate("port", owner, name)
-        for owner in window.owners("port")
-        for name in ("port_xmit_data", "port_rcv_data")
-    )
+    over_rdma = sum(bytes_per_second(window, owner) for owner in window.owners("port"))
     over_tcp = sum(
         window.rate("interface", each, name)
         for each in interfaces(machine)

@@ -14,6 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -32,7 +33,7 @@ STACKS_SIGNAL = signal.SIGRTMIN + 5
 _SAMPLE = 0.3  # seconds over which processor time is measured
 _STACKS = 1.5  # seconds for ranks to write their stacks
 _OTHERS = 3.0  # seconds for other hosts to write their files
-_DEBUG = 4.0  # seconds for a debugger
+_DEBUG, _DEBUGGERS = 4.0, 4  # seconds for a debugger, and how many run at once
 _FRESH = 60.0  # seconds during which files of other hosts belong to the same hang
 _CALLS = 20  # calls of a group that a rank's file shows
 
@@ -76,18 +77,28 @@ def hold_inquest(
         data = {"when": time.time(), "reason": reason, "states": [state.as_json() for state in states]}
         _write(folder / f"host-{host}.json", json.dumps(data))
     verdict = judge(_with_other_hosts(states, folder, ranks))
+    causes = [each for each in found if each.state.rank in verdict.ranks and _is_alive(each.state)]
     with contextlib.suppress(OSError):
         for each in found:
-            is_cause = each.state.rank in verdict.ranks
-            native = native_stacks(each.state.pid, _DEBUG) if is_cause and _is_alive(each.state) else ""
-            _write(folder / f"rank-{each.state.rank:05d}.txt", _text(each, reason, native))
+            _write(_file(folder, each), _text(each, reason))
         _write(folder / "verdict.txt", f"{verdict}\n")
+        with ThreadPoolExecutor(_DEBUGGERS) as pool:
+            native = pool.map(lambda each: native_stacks(each.state.pid, _DEBUG), causes[:_DEBUGGERS])
+            for each, text in zip(causes, native, strict=False):
+                if text:
+                    _write(_file(folder, each), f"{_text(each, reason)}\n--- Native stacks\n{text}")
     return verdict
 
 
 def read_states(folder: Path) -> list[RankState]:
-    """Return the states that the hosts wrote into a folder; files that are torn are left out."""
-    return [state for _, states in _files(folder) for state in states]
+    """Return the states of the last hang in a folder; files that are torn, or older, are left out."""
+    files = list(_files(folder))
+    last = max((when for when, _ in files), default=0.0)
+    return [state for when, states in files if last - when < _FRESH for state in states]
+
+
+def _file(folder: Path, found: _Found) -> Path:
+    return folder / f"rank-{found.state.rank:05d}.txt"
 
 
 def _examine(peers: Sequence[Peer], ledgers: Path, host: str) -> list[_Found]:
@@ -189,7 +200,7 @@ def _is_alive(state: RankState) -> bool:
     return state.place is not None and state.place.cause not in gone
 
 
-def _text(found: _Found, reason: str, native: str) -> str:
+def _text(found: _Found, reason: str) -> str:
     state = found.state
     place = state.place.text if state.place is not None else "unknown"
     parts: Mapping[str, str] = {
@@ -197,7 +208,6 @@ def _text(found: _Found, reason: str, native: str) -> str:
         "Last calls": "\n".join(_calls(state)) or "none recorded",
         "Python stacks": found.python or "none: the process cannot answer",
         "Threads in the kernel": found.kernel or "none: the process is gone",
-        **({"Native stacks": native} if native else {}),
     }
     return "\n\n".join(f"--- {title}\n{body.rstrip()}" for title, body in parts.items()) + "\n"
 

@@ -8,8 +8,8 @@ The rules, in this order:
 2. A rank that is dead, that left, or that is stopped is the cause.
 3. Ranks that made different calls, although all of these completed, are the cause.
 4. Each rank with an unfinished call waits for those of the group that have not begun it, or for the other end
-   of a message. A rank that others wait for, and that waits for nobody, is the cause. If all of them wait,
-   they wait in a circle.
+   of a message. A rank that others wait for, and that waits for nobody, is the cause; a rank whose place is
+   outside of collectives waits for nobody. If all of them wait, they wait in a circle.
 5. If everyone came to every call, the transport is the cause.
 """
 
@@ -212,19 +212,21 @@ def _follows(group: GroupCalls, call: _Signature, next_call: _Signature) -> bool
 
 
 def _missing(states: Mapping[int, RankState], waits: Sequence[_Wait]) -> _Found | None:
+    waiting = {wait.rank for wait in waits if _is_waiting(states[wait.rank])}
+    # A receive may have been begun long before anybody needs it: whom collectives wait for counts first.
+    collectives = [wait for wait in waits if not wait.call.is_message]
     waited_for = {rank for wait in waits for rank in wait.missing}
+    free = {rank for wait in collectives for rank in wait.missing} - waiting or waited_for - waiting
     if not waited_for:
         return None
-    waiting = {wait.rank for wait in waits}
-    free = tuple(sorted(waited_for - waiting))
     if not free:
         ranks = tuple(sorted(waited_for))
         told = "; ".join(
             f"rank {wait.rank} waits in {wait.call} for {ranks_text(wait.missing)}" for wait in waits[:4]
         )
         return Cause.CIRCLE, ranks, f"{ranks_text(ranks)} wait for each other: {told}"
-    wait = next(wait for wait in waits if set(wait.missing) & set(free))
-    ranks = tuple(rank for rank in free if rank in wait.missing)
+    wait = next(wait for wait in (*collectives, *waits) if free.intersection(wait.missing))
+    ranks = tuple(rank for rank in wait.missing if rank in free)
     came = _did_not_come(wait, ranks)
     state = states.get(ranks[0])
     if state is None:
@@ -232,6 +234,11 @@ def _missing(states: Mapping[int, RankState], waits: Sequence[_Wait]) -> _Found 
     if state.place is None:
         return Cause.OUTSIDE, ranks, f"{came}: it is outside of collectives"
     return state.place.cause, ranks, f"{came}: it {state.place.text}"
+
+
+def _is_waiting(state: RankState) -> bool:
+    """Return whether a rank with an unfinished call waits for it, as far as its place is known."""
+    return state.place is None or state.place.cause is Cause.WAITS
 
 
 def _nobody(states: Mapping[int, RankState]) -> _Found:

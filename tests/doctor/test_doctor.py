@@ -149,7 +149,7 @@ FAULTS: dict[str, tuple[Node, str, str, str]] = {
                 )
             }
         ),
-        "MTU", "bad", "eth0 9000, eth1 1500",
+        "MTU", "warn", "eth0 9000, eth1 1500",
     ),
     "lost packets": (
         Node(files={"after/sys/class/net/eth0/statistics/rx_dropped": "903\n"}), "lost packets", "bad", "450",
@@ -175,6 +175,15 @@ def test_a_fault_is_named_with_its_evidence(
     [
         (LOG_TCP, "NCCL network", "bad", "found no RDMA device"),
         (LOG_RDMA.replace("/GDRDMA", ""), "GPUDirect RDMA", "warn", "1 of 1"),
+        (LOG_RDMA.replace("/GDRDMA", "/GDRDMA/Shared"), "GPUDirect RDMA", "ok", "all 1"),
+        (
+            LOG_RDMA.replace("network IB", "network AWS Libfabric").replace(
+                "NET/IB/0", "NET/AWS Libfabric/0"
+            ),
+            "NCCL network",
+            "ok",
+            "RDMA: AWS Libfabric",
+        ),
         ("nothing of NCCL", "NCCL network", "unknown", "names no network"),
     ],
 )

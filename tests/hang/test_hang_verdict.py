@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import signal
@@ -17,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.cli.main import main
-from shoal.hang import DTYPES, NAMES, Call, Cause, GroupCalls, Ledger, Place, RankState, judge
+from shoal.hang import DTYPES, NAMES, Call, Cause, GroupCalls, Ledger, Place, RankState, judge, read_states
 from shoal.hang.ledger import SLOTS, Pages
 from shoal.hang.process import Process, place_of
 from shoal.testing import RankPool
@@ -62,6 +63,18 @@ def test_a_rank_that_waits_for_another_is_not_the_cause() -> None:
     assert "rank 2 did not send to rank 1" in verdict.text
 
 
+def test_a_receive_that_was_begun_early_hides_nobody() -> None:
+    # Rank 1 has begun a receive, and sleeps; rank 0 waits for it in a collective.
+    early = Call(number=1, name="receive", root=0)
+    ranks = [
+        state(0, reduce(1, finished=False), size=2),
+        state(1, early, size=2, place=SLEEPING),
+    ]
+    verdict = judge(ranks)
+    assert (verdict.cause, verdict.ranks) == (Cause.SLEEP, (1,))
+    assert "did not come to all_reduce" in verdict.text
+
+
 def test_ranks_that_wait_for_each_other_are_a_circle() -> None:
     def waiting(rank: int, own: str, other: str) -> RankState:
         both = [0, 1]
@@ -83,6 +96,14 @@ def test_a_rank_without_a_record_and_a_slow_transport_are_told_apart() -> None:
     assert judge(came[:3]).cause is Cause.ABSENT
     assert judge(came[:3]).ranks == (3,)
     assert judge([state(rank, reduce(1)) for rank in range(4)]).cause is Cause.NONE
+
+
+def test_a_folder_of_several_hangs_tells_of_the_last_one(tmp_path: Path) -> None:
+    for name, when, rank in (("a", 1000.0, 0), ("b", 5000.0, 0), ("c", 5010.0, 1)):
+        states = [state(rank, reduce(int(when))).as_json()]
+        (tmp_path / f"host-{name}.json").write_text(json.dumps({"when": when, "states": states}))
+    (tmp_path / "host-d.json").write_text('{"when": 9000')
+    assert [(each.rank, each.groups["all"].begun) for each in read_states(tmp_path)] == [(0, 5000), (1, 5010)]
 
 
 def test_a_call_in_addition_is_told_from_a_skipped_one() -> None:
@@ -194,7 +215,7 @@ def test_dumps_of_torch_name_the_rank_that_did_not_come(
     assert main(["hang", str(tmp_path)]) == 0
     told = capsys.readouterr().out
     assert told.startswith("rank 2 did not come to all_reduce(float64, 64 bytes)")
-    assert "rank 2, last finished barrier" in told
+    assert "\n  rank 2, last finished " in told
 
 
 class Evil:
