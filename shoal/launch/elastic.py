@@ -148,6 +148,9 @@ class _Members:
                 if number == signal.SIGTSTP:
                     stop_until_continued(self._processes)
                     continue
+                if number == signal.SIGUSR2:  # a profile is asked for
+                    self._processes.signal(number)
+                    continue
                 self._processes.signal(signal.SIGTERM if number == signal.SIGHUP else number)
                 if self._signal is None:
                     self._signal, deadline = number, time.monotonic() + _SAVE

@@ -52,7 +52,7 @@ def test_bash_offers_commands_options_names_and_files(scripts, tmp_path):
     assert offered(scripts, "shoal checkpoint ") == {"convert", "copy", "diff", "ls", "verify"}
     assert offered(scripts, "shoal cluster ") == {"ls", "show", "export", "check", "import"}
     assert offered(scripts, "shoal cluster show dgx-h") == {"dgx-h100"}
-    assert offered(scripts, "shoal train --res") == {"--resume"}
+    assert offered(scripts, "shoal train --resu") == {"--resume"}
     assert offered(scripts, "shoal plan --model llama3-") == {"llama3-8b", "llama3-70b", "llama3-405b"}
     assert offered(scripts, "shoal simulate --cluster dgx-h") == {"dgx-h100"}
     assert offered(scripts, f"shoal report {tmp_path}/ru") == {f"{tmp_path}/run-1"}
