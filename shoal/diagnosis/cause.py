@@ -38,5 +38,8 @@ class Pattern(StrEnum):
     IRREGULAR = "irregular"
 
 
-PHASES = (Cause.LOADER, Cause.COPY, Cause.FORWARD, Cause.BACKWARD, Cause.OPTIMIZER, Cause.OUTSIDE)
+PHASES = (
+    *(Cause.LOADER, Cause.COPY, Cause.FORWARD, Cause.BACKWARD, Cause.OPTIMIZER),
+    *(Cause.LAUNCH, Cause.OUTSIDE),
+)
 """The parts of a rank's own work, in the order of a step."""

@@ -7,6 +7,7 @@ just as long. Own work leaves out all waits for communication, so it differs bet
     copy       data waits for the copy to the device, and copies on the compute lane
     forward, backward, optimizer
                their spans, without waits
+    launch     a device idles because its host has not given it the next work yet; not in the other phases
     outside    time of the step that no span explains, and the time since the step before
 
 A rank is idle while it communicates, or waits to, and does not work. The bubble of a schedule is not idle
@@ -25,7 +26,7 @@ from shoal.errors import PlanError
 from shoal.plan.schedules import Action
 from shoal.timeline import Kind, Lane, Span, Timeline
 from shoal.timeline.intervals import Interval, Intervals, intersect, length, subtract, union
-from shoal.timeline.launch import WORK, blocked_in, launch_in_gaps
+from shoal.timeline.launch import WORK, Work, blocked_in, launch_in_gaps, launch_in_work, own_seconds
 from shoal.timeline.windows import StepWindows
 
 __all__ = ["OwnWork", "StepWork", "own_work"]
@@ -84,16 +85,17 @@ def own_work(timeline: Timeline, windows: StepWindows, rank: int) -> OwnWork:
         rank: The rank.
     """
     spans = timeline.of(rank)
-    between = _between(windows, spans)
+    between, own = _between(windows, spans), own_seconds(spans)
     shared = windows.share_out((span, span) for span in spans)
     steps = {
-        index: _step(windows[index], of_step, between.get(index, 0.0)) for index, of_step in shared.items()
+        index: _step(windows[index], of_step, between.get(index, 0.0), own)
+        for index, of_step in shared.items()
     }
     content = _content(shared)
     return OwnWork(rank, steps, content, _stages(name for (_, name), _ in content))
 
 
-def _step(window: Interval, spans: Sequence[Span], before: float) -> StepWork:
+def _step(window: Interval, spans: Sequence[Span], before: float, own: Mapping[Work, float]) -> StepWork:
     whole = [window]
 
     def moments(kinds: Collection[str], *, copies: bool | None = None) -> Intervals:
@@ -123,9 +125,16 @@ def _step(window: Interval, spans: Sequence[Span], before: float) -> StepWork:
     on_lane = ((span.start, span.stop) for span in spans if span.lane == Lane.COMMUNICATION)
     communication = union([*blocked, *intersect(whole, union(on_lane))])
     unexplained = subtract(whole, union([*occupied, *communication, *bubble]))
-    if any(span.host is not None for span in spans):
-        unexplained = subtract(unexplained, launch_in_gaps(unexplained, spans))
     seconds = {cause: length(found) for cause, found in phases.items()}
+    seconds[Cause.LAUNCH] = 0.0
+    if any(span.host is not None for span in spans):
+        gaps = launch_in_gaps(unexplained, spans)
+        unexplained = subtract(unexplained, gaps)
+        seconds[Cause.LAUNCH] = length(gaps)
+        for kind in WORK:
+            within = launch_in_work(window, [span for span in spans if span.kind == kind], blocked, own)
+            seconds[Cause(kind)] -= within
+            seconds[Cause.LAUNCH] += within
     seconds[Cause.OUTSIDE] = length(unexplained) + before
     waits: dict[str, Intervals] = {}
     for span in spans:

@@ -51,7 +51,7 @@ class Policy:
     certainty: float = 4.0
     spike: float = 3.5
     held_up: float = 0.3
-    explained: float = 0.6
+    explained: float = 0.5
     chance: float = 0.05
     proportional: float = 0.4
     late_often: float = 0.7

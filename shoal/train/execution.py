@@ -353,10 +353,8 @@ class Execution:
     def _compare_clocks(self) -> ClockExchange:
         if not self._config.record.timeline:
             return ClockExchange()
-        return exchange_clocks(
-            *(self._coordinator, self._run.timeline, self._number, self._live.say),
-            towards=self._world.master[0],
-        )
+        ranks, address = self._coordinator, self._world.master[0]
+        return exchange_clocks(ranks, self._run.timeline, self._number, self._live.say, towards=address)
 
     @property
     def _number(self) -> int:

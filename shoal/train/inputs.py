@@ -22,7 +22,7 @@ class Inputs:
 
     Args:
         device: Device on which this rank computes.
-        recorder: Recorder of the spans of copies, and of compute's wait for them, on a GPU.
+        recorder: Recorder of the spans of copies, and on a GPU of compute's wait for them.
     """
 
     def __init__(self, device: torch.device, recorder: Recorder | None = None) -> None:
@@ -33,7 +33,8 @@ class Inputs:
     def move(self, micro_batch: MicroBatch) -> MicroBatch:
         """Return the micro-batch on the device; work that is enqueued from now on may use it."""
         if self._stream is None:
-            return micro_batch.map(lambda tensor: tensor.to(self._device, non_blocking=True))
+            with self._recorder.span(Kind.COPY, "inputs"):
+                return micro_batch.map(lambda tensor: tensor.to(self._device, non_blocking=True))
         current = torch.cuda.current_stream(self._device)
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -133,6 +133,30 @@ def test_the_largest_part_other_than_compute_is_the_bottleneck(kind, bottleneck)
     assert found.advice
 
 
+def test_a_host_that_gives_work_late_is_the_cause_launch():
+    spans = []
+    for rank, late in ((0, 0.0), (1, 0.1)):
+        for index in range(30):
+            begin = index * 1.5
+            for kind, start, stop in (
+                (Kind.FORWARD, 0.0, 0.4),
+                (Kind.BACKWARD, 0.4 + late, 1.0 + late),
+            ):
+                host = begin + (start if late and kind == Kind.BACKWARD else 0.0)
+                spans.append(
+                    Span(rank, Lane.COMPUTE, kind, "", begin + start, stop - start, host=(host, host + 0.01))
+                )
+            arrival = begin + 1.0 + late
+            given = rank, Lane.COMMUNICATION, Kind.COLLECTIVE, "all_reduce:0", arrival, begin + 1.2 - arrival
+            spans.append(Span(*given, 8, (0, 1)))
+            spans.append(
+                Span(rank, Lane.COMPUTE, Kind.STEP, str(index), begin, 1.2, host=(begin, begin + 1.2))
+            )
+    (straggler,) = verdict(Timeline(spans)).stragglers
+    assert (straggler.ranks, straggler.cause) == ((1,), Cause.LAUNCH)
+    assert straggler.seconds == pytest.approx(0.1)
+
+
 def test_compute_is_the_bottleneck_where_other_parts_are_small_and_memory_if_a_model_says_so():
     timeline = one_rank([(Kind.FORWARD, 0.95), (Kind.DATA_WAIT, 0.05)])
     assert verdict(timeline).bottleneck == Bottleneck.COMPUTE
