@@ -10,7 +10,7 @@ A `Codec` encodes a vector in fewer bytes. `elastic`, `parallel` and the benchma
 """
 
 from shoal.collectives.aggregator import Aggregator
-from shoal.collectives.allocator import keep_freed_memory, return_freed_memory
+from shoal.collectives.allocator import keep_freed_memory, return_freed_memory, use_huge_pages
 from shoal.collectives.buffers import empty, trim
 from shoal.collectives.codecs import Codec, codec_of
 from shoal.collectives.core import is_built
@@ -47,6 +47,7 @@ __all__ = [
     "save_table",
     "share_buffers",
     "trim",
+    "use_huge_pages",
     "watch_hangs",
 ]
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 
-__all__ = ["keep_freed_memory", "return_freed_memory"]
+__all__ = ["keep_freed_memory", "return_freed_memory", "use_huge_pages"]
 
 # Options of mallopt(3).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
@@ -43,3 +44,19 @@ def return_freed_memory() -> bool:
     if mallopt is None:
         return False
     return bool(mallopt(_TRIM_THRESHOLD, _TRIMMED) and mallopt(_MMAP_THRESHOLD, _MAPPED))
+
+
+def use_huge_pages(address: int, nbytes: int) -> None:
+    """Let the system back memory that was not written yet by pages of 2 MiB, where it can.
+
+    It then has to find and clear one such page in place of 512. Memory of less than a few MiB has none.
+
+    Args:
+        address: First byte.
+        nbytes: Number of bytes.
+    """
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    madvise = getattr(ctypes.CDLL(None), "madvise", None)
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)
+    if madvise is not None and advice is not None and address + nbytes > first:
+        madvise(ctypes.c_void_p(first), ctypes.c_size_t(address + nbytes - first), advice)

@@ -13,7 +13,7 @@ CPUs alone, as the runtime does.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from shoal.cluster import Cluster
 from shoal.cost import Costs
@@ -83,7 +83,7 @@ def _options(search: Search) -> Iterator[tuple[float, int, str]]:
     """Yield each `offload` whose rates are known: the least that it adds to a step, its parts, and itself."""
     workload, cluster = search.workload, search.cluster
     owned = workload.parameters / cluster.devices
-    every = _ON_GPUS
+    every: Sequence[str] = _ON_GPUS
     if cluster.cores:
         every = _ACTIVATIONS, *_ON_CPUS, *(f"{each}+{_ACTIVATIONS}" for each in _ON_CPUS)
     for number, offload in enumerate(every):

@@ -105,7 +105,7 @@ class Search:
         self.offload = offload
         self.resident = self if resident is None else resident
         known = None if resident is None else resident.shared
-        self.shared = Shared(workload, cluster, batch, least_memory, precision, offload, known)
+        self.shared: Shared = Shared(workload, cluster, batch, least_memory, precision, offload, known)
         self.tree = Tree(self.shared)
         self._helper: Helper | None = None
 

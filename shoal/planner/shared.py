@@ -55,9 +55,11 @@ class Shared:
         resident: Shared | None = None,
     ) -> None:
         self.space = space = Space(workload, cluster, batch, asked=precision, offload=offload)
-        self.costs = Costs(workload, cluster) if resident is None else resident.costs
-        self.memories = Memories(workload, cluster, self.costs) if resident is None else resident.memories
-        self.works = Works(self.costs) if resident is None else resident.works
+        self.costs: Costs = Costs(workload, cluster) if resident is None else resident.costs
+        self.memories: Memories = (
+            Memories(workload, cluster, self.costs) if resident is None else resident.memories
+        )
+        self.works: Works = Works(self.costs) if resident is None else resident.works
         self.least_memory = (
             LeastMemory(workload, cluster, space.tiers) if least_memory is None else least_memory
         )

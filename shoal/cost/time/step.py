@@ -299,7 +299,7 @@ class Costs:
         costs, paces = partial(self.piece_costs, Layout.of(plan)), partial(self.paces, plan)
         ranges = pieces_by_stage(self.workload, plan, count, costs, paces)
         if kept := kept_pieces(self.workload, plan, ranges):
-            pieces = [as_kept(piece) if place in kept else piece for place, piece in enumerate(pieces)]
+            pieces = tuple(as_kept(each) if place in kept else each for place, each in enumerate(pieces))
         return [pieces[each.start : each.stop] for each in ranges]
 
     def _cut(self, plan: SettledPlan, count: int) -> list[_Held]:

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from shoal.collectives import use_huge_pages
 from shoal.parallel.axes import Family
 from shoal.parallel.communication import Pending, new_buffer
 from shoal.parallel.exchange.compressing import Compressing
@@ -83,6 +84,7 @@ class Bucket:
             self.weights = torch.empty(elements, dtype=dtype, device=device)
         self._views = self.layout.views(self.weights)
         self._weight_parts = self.parts(self.weights)
+        self._has_files = storage is not None and storage.tiers.has_files
         self._shard: StoredShard | None = None
         if storage is not None and storage.has_shards and not resident:
             self._shard = StoredShard(storage, self.layout.packed_elements, kept, trains=self.trains)
@@ -121,6 +123,8 @@ class Bucket:
         if self.dropped:
             storage = self.weights.untyped_storage()
             storage.resize_(self.weights.numel() * self.weights.element_size())
+            if self._has_files:  # freed memory goes back to the system
+                use_huge_pages(self.weights.data_ptr(), self.weights.nbytes)
             self._show_weights()
             self.dropped = False
         if self._shard is not None and self._shard.parameters is not None:

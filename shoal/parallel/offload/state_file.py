@@ -22,6 +22,7 @@ from typing import final
 
 import torch
 
+from shoal.collectives import use_huge_pages
 from shoal.errors import ConfigError, OffloadError
 from shoal.plan import GRANULE
 from shoal.units import format_bytes
@@ -161,6 +162,8 @@ def aligned_buffer(elements: int, dtype: torch.dtype, *, pinned: bool = False) -
     nbytes = -(-elements // GRANULE) * GRANULE * dtype.itemsize
     pinned = pinned and torch.cuda.is_available()
     memory = torch.empty(nbytes + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=pinned)
+    if not pinned:
+        use_huge_pages(memory.data_ptr(), memory.nbytes)
     offset = -memory.data_ptr() % mmap.PAGESIZE
     return memory[offset : offset + nbytes].view(dtype)
 
