@@ -49,7 +49,7 @@ class Prediction:
         """
         from shoal.cost.time import workload_on
         from shoal.plan import Plan, SettledPlan
-        from shoal.workload import shape
+        from shoal.workload import shape, with_adapters
 
         config, text = run.description.get("config"), run.description.get("plan")
         if config is None or text is None or ":" in config["model"]:
@@ -59,18 +59,16 @@ class Prediction:
                 possible="a run of one of Shoal's presets",
                 change="name another run",
             )
-        if (config.get("lora") or {}).get("rank"):
-            raise RunError(
-                f"{run.path} trained adapters of {config['model']}, whose costs are not known",
-                possible="a run that trained a whole preset",
-                change="name another run",
-            )
         plan = SettledPlan.of(Plan.parse(text), config["batch"])
         if cluster.devices != plan.ranks:
             cluster = cluster.with_devices(plan.ranks)
         options = _shape_fields(config.get("model_options") or {})
         model = shape(config["model"]).replace(**options | {"seq": config["sequence"]})
-        return cls(workload_on(cluster, model), plan, config["batch"], cluster)
+        workload = workload_on(cluster, model)
+        lora = config.get("lora") or {}
+        if lora.get("rank"):
+            workload = with_adapters(workload, lora["rank"], lora["targets"], lora["dropout"])
+        return cls(workload, plan, config["batch"], cluster)
 
     def seconds_by_kind(self) -> dict[str, float]:
         """Return the seconds of a step by kind, as `shoal.timeline.kinds` names them.
