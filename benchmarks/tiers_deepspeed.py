@@ -44,9 +44,9 @@ from shoal.workload import transformer_shape, workload_of
 SEED, CLIP = 0, 1.0
 ADAM: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 BLOCK = 4_200_000
-"""Elements of a block, for DeepSpeed's buffers."""
+"""Elements of a block: how far DeepSpeed reads ahead."""
 LARGEST = 1_100_000
-"""Elements of the largest parameter."""
+"""Elements of the largest parameter, for DeepSpeed's buffers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,7 @@ NVME = {"device": "nvme", "pin_memory": False}
 PIPELINED = NVME | {"pipeline_read": True, "pipeline_write": True, "buffer_count": 12}
 NVME_PARAMETERS = NVME | {"max_in_cpu": 0, "buffer_size": LARGEST, "buffer_count": 16}
 ALONE = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
-"""Without these DeepSpeed reads a parameter twice at the turn from forward to backward, and stops."""
+"""Without these DeepSpeed's read-ahead of parameters stops with an assertion in the second step."""
 FILES = "shard=zero3,offload=optimizer:file+gradients:file+parameters:file"
 ENTRIES = {
     "Shoal, all in memory": Entry(shoal, "shard=zero3"),
