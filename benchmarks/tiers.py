@@ -8,9 +8,9 @@ reverse order, beside the disk by itself (dd with direct I/O), the memory by its
 optimizer alone over files.
 
 Memory is the most private resident memory of a process (RssAnon) beyond what it had before the model was
-made. Predicted memory is `shoal.cost.memory_of`. Predicted seconds are those of the step in memory, measured,
-with `shoal.cost.time.offload` for the disk's and the memory's own rates; a forward is taken for a third of
-the passes. Prints Markdown.
+made, in the steps after the first. Predicted memory is `shoal.cost.memory_of`. Predicted seconds are those of
+the step in memory, measured, with `shoal.cost.time.offload` for the disk's and the memory's own rates; a
+forward is taken for a third of the passes. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -90,10 +90,10 @@ class Contestant:
         self._process.start()
         self.run(1)  # state is made in the first step
 
-    def run(self, steps: int) -> tuple[list[float], int]:
-        """Return the seconds of each step, and the most private bytes so far."""
+    def run(self, steps: int) -> tuple[list[float], int, list[Any]]:
+        """Return the seconds of each step, the most private bytes in them, and what they returned."""
         self._here.send(steps)
-        found: tuple[list[float], int] = self._here.recv()
+        found: tuple[list[float], int, list[Any]] = self._here.recv()
         return found
 
     def close(self) -> None:
@@ -115,12 +115,12 @@ def serve(made: Any, argument: Any, folder: Path, there: Connection) -> None:
     threading.Thread(target=watch, daemon=True).start()
     step = made(argument, folder)
     while steps := there.recv():
-        seconds = []
+        seconds, results, most = [], [], 0
         for _ in range(steps):
             began = time.perf_counter()
-            step()
+            results.append(step())
             seconds.append(time.perf_counter() - began)
-        there.send((seconds, most - before))
+        there.send((seconds, most - before, results))
 
 
 def training(spec: tuple[str, int], folder: Path) -> Any:
@@ -188,17 +188,18 @@ def measure(layers: int, rounds: int, folder: Path) -> dict[str, Any]:
     contestants = {name: Contestant(training, (plan, layers), folder) for name, plan in PLANS.items()}
     alone = Contestant(update_alone, None, folder)
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    memory: dict[str, int] = {}
+    memory = dict.fromkeys(contestants, 0)
     rows: dict[str, Any] = {"seconds": seconds, "memory": memory}
     for name in ("written", "read", "copied", "adam", "stream", "share_of_disk", "share_of_memory"):
         rows[name] = []
     disk(folder)  # reserves its space
     for number in range(rounds):
         for name in list(contestants)[:: -1 if number % 2 else 1]:
-            took, memory[name] = contestants[name].run(STEPS)
+            took, most, _ = contestants[name].run(STEPS)
             seconds[name].append(median(took))
+            memory[name] = max(memory[name], most)
         written, read = disk(folder)
-        took, _ = alone.run(2)
+        took, _, _ = alone.run(2)
         stream = 16 * ALONE / min(took)
         copy, adam = copied(), update_in_memory()
         for name, value in {

@@ -42,15 +42,14 @@ __all__ = [
 class Angles:
     """The angles by which rotary embedding turns each pair of dims `(i, i + head_dim / 2)` of a head.
 
-    Neither a tuple nor a dataclass, so that what casts the inputs of blocks leaves the angles in fp32.
+    Neither a tuple nor a dataclass, so that what casts the inputs of blocks leaves the angles in fp32. It has
+    no slots, because DeepSpeed asks for `vars()` of what a module returns.
 
     Args:
         cosine: Cosine of every angle, `[seq, head_dim]`, or `[batch, 1, seq, head_dim]` if samples differ,
             fp32; both dims of a pair have the same.
         sine: Sine of every angle, negative for the first dim of a pair, fp32, in the same shape.
     """
-
-    __slots__ = ("cosine", "sine")
 
     def __init__(self, cosine: Tensor, sine: Tensor) -> None:
         self.cosine = cosine

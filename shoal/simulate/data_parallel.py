@@ -150,7 +150,7 @@ class DataParallel:
         weights = [
             (f"{block.name}.{each.name}", each.inputs * each.outputs / self._plan.tp)
             for each in block.operations
-            if isinstance(each, Product) and each.is_divided
+            if isinstance(each, Product) and each.is_divided and not each.frozen
         ]
         rest = whole - sum(count for _, count in weights)
         return [*weights, (block.name, rest)] if rest >= 0 else [(block.name, whole)]  # a tied head has none
@@ -163,6 +163,8 @@ class DataParallel:
 
     def _sums(self, named: _Named) -> list[Start]:
         bucket = named.bucket
+        if not bucket.parameters:
+            return []  # all of them are frozen
         sums = self._wire.sums(bucket.parameters, bucket.family.shards, bucket.family.replicas, self._cluster)
         return [self._start("reduce", named, self._named(each, named.name), each.group) for each in sums]
 
@@ -175,7 +177,8 @@ class DataParallel:
         if found is None:
             bucket = named.bucket
             shards = bucket.family.shards
-            gathered = self._collective("all_gather", named.name, bucket.parameters, self._width, shards)
+            count = bucket.parameters + bucket.frozen
+            gathered = self._collective("all_gather", named.name, count, self._width, shards)
             found = self._gathers[named.name] = self._start("gather", named, gathered, shards)
         return found
 

@@ -16,7 +16,7 @@ from shoal.run import Run
 from shoal.simulate.simulation import Simulation, simulate
 from shoal.timeline import Purpose, Timeline
 from shoal.timeline.kinds import seconds_by_kind
-from shoal.workload import Workload, shape
+from shoal.workload import Workload, shape, with_adapters
 
 __all__ = ["Prediction", "kinds_compared"]
 
@@ -57,18 +57,16 @@ class Prediction:
                 possible="a run of one of Shoal's presets",
                 change="name another run",
             )
-        if (config.get("lora") or {}).get("rank"):
-            raise RunError(
-                f"{run.path} trained adapters of {config['model']}, whose costs are not known",
-                possible="a run that trained a whole preset",
-                change="name another run",
-            )
         plan = SettledPlan.of(Plan.parse(text), config["batch"])
         if cluster.devices != plan.ranks:
             cluster = cluster.with_devices(plan.ranks)
         options = _shape_fields(config.get("model_options") or {})
         model = shape(config["model"]).replace(**options | {"seq": config["sequence"]})
-        return cls(workload_on(cluster, model), plan, config["batch"], cluster)
+        workload = workload_on(cluster, model)
+        lora = config.get("lora") or {}
+        if lora.get("rank"):
+            workload = with_adapters(workload, lora["rank"], lora["targets"], lora["dropout"])
+        return cls(workload, plan, config["batch"], cluster)
 
     @cached_property
     def simulation(self) -> Simulation:

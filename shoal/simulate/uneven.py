@@ -75,7 +75,7 @@ def meeting_of(simulation: Simulation) -> tuple[Meeting, float]:
     every = exchange.every if exchange.merges else 1
     if not exchange.is_served:
         return Meeting(every=every, alone=(simulation.seconds - seconds) * every / 2), seconds
-    times = served_times(plan, workload.parameters / own.ranks, cluster)
+    times = served_times(plan, workload.trained / own.ranks, cluster)
     after = times.update + times.copy
     meeting = Meeting(
         every=every,

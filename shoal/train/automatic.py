@@ -21,7 +21,7 @@ from shoal.train.config import TrainConfig
 from shoal.train.free_memory import within_memory
 from shoal.train.located import build_model
 from shoal.train.optimizer import needs_whole_parameters
-from shoal.workload import Workload, transformer_shape
+from shoal.workload import Workload, transformer_shape, with_adapters
 
 __all__ = ["AUTOMATIC", "PassedOver", "Resolved", "choose_plan", "this_host", "workload_of_config"]
 
@@ -95,7 +95,10 @@ def workload_of_config(config: TrainConfig, model: nn.Module, cluster: Cluster) 
     """
     if isinstance(model, Transformer):
         shape = transformer_shape(model.config.model_dump(), config.model).replace(seq=config.sequence)
-        return workload_on(cluster, shape)
+        workload, lora = workload_on(cluster, shape), config.lora
+        return (
+            workload if lora.rank is None else with_adapters(workload, lora.rank, lora.targets, lora.dropout)
+        )
     tokens = torch.zeros(1, config.sequence, dtype=torch.long)
     targets = tokens[:, 0] if config.data.label else tokens
     try:

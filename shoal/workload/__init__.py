@@ -5,6 +5,7 @@ makes one from a `ModelShape`, such as `shape("llama3-8b")`; `shoal.trace` makes
 model and the planner use it.
 """
 
+from shoal.workload.adapters import with_adapters
 from shoal.workload.model_shape import Latent, ModelShape
 from shoal.workload.operation import Attention, Keep, Operation, Part, Pass, Product, Saved
 from shoal.workload.presets import shape, shape_names, transformer_shape
@@ -31,5 +32,6 @@ __all__ = [
     "shape_names",
     "to_json",
     "transformer_shape",
+    "with_adapters",
     "workload_of",
 ]

@@ -64,6 +64,7 @@ class Product:
         matrices: Number of weights side by side whose products torch computes one by one: 3 for queries, keys
             and values. The device's seconds are those of one product.
         grouped: Whether the host starts the products of all copies together, or else one by one.
+        frozen: Whether its weight is not trained, so that backward has no product for the weight's gradient.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Product:
     copies: int = 1
     matrices: int = 1
     grouped: bool = True
+    frozen: bool = False
 
     @property
     def flop(self) -> int:

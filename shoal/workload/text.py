@@ -74,13 +74,14 @@ def _written(value: Any) -> Any:
 
 
 def _block(read: Mapping[str, Any]) -> Block:
-    made = ("operations", "parameters", "saved", "eager")
+    made = ("operations", "parameters", "saved", "eager", "frozen")
     rest = {name: value for name, value in read.items() if name not in made}
     return Block(
         operations=tuple(map(_operation, read["operations"])),
         parameters=Parameters(**read["parameters"]),
         saved=tuple(Saved(**_with_enums(each)) for each in read.get("saved", ())),
         eager=_block(read["eager"]) if "eager" in read else None,
+        frozen=Parameters(**read.get("frozen", {})),
         **rest,
     )
 

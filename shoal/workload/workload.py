@@ -50,7 +50,9 @@ class Block(_Hashed):
     Attributes:
         name: Name, such as "block" or "end".
         operations: Operations, in the order of forward.
-        parameters: Parameters of this block; a tied weight counts in the first block that has it.
+        parameters: Parameters of this block that are trained; a tied weight counts in the first block that
+            has it.
+        frozen: Parameters of this block that are not trained.
         saved: Tensors that forward keeps for backward.
         routed: Elements that one sample's tokens send to experts, and get back: choices x hidden.
         once_to_node: Number of experts that a token goes to, if it is sent once to each node that has some of
@@ -81,6 +83,7 @@ class Block(_Hashed):
     graphs: int = 0
     eager: Block | None = None
     is_kept: bool = False
+    frozen: Parameters = Parameters()
 
     def __hash__(self) -> int:
         try:
@@ -159,7 +162,12 @@ class Workload:
 
     @property
     def parameters(self) -> int:
-        """Number of parameters of the whole model; a tied weight counts once."""
+        """Number of parameters of the whole model, trained or not; a tied weight counts once."""
+        return self.trained + sum(piece.frozen.total for piece in self.pieces)
+
+    @property
+    def trained(self) -> int:
+        """Number of parameters that are trained."""
         return sum(piece.parameters.total for piece in self.pieces)
 
     @property
@@ -170,7 +178,9 @@ class Workload:
     @property
     def training_flop(self) -> int:
         """FLOP of one sample's forward and backward, without recompute: what MFU counts."""
-        return 3 * self.flop
+        operations = (each for piece in self.pieces for each in piece.operations)
+        frozen = sum(each.flop for each in operations if isinstance(each, Product) and each.frozen)
+        return 3 * self.flop - frozen
 
     def with_layers(self, change: Callable[[Block], Block]) -> Workload:
         """Return a Workload with each layer changed; equal ones stay one object."""

@@ -57,6 +57,19 @@ def test_a_run_is_measured_beside_its_prediction(capsys, ranks, tiny_run, tmp_pa
     assert "blocks of rank" in out
 
 
+@pytest.mark.parametrize("changed", ["lora.targets=['query']", "lora.dropout=0.1"])
+def test_a_run_of_adapters_is_measured_beside_its_prediction(capsys, ranks, tiny_run, tmp_path, changed):
+    pytest.importorskip("peft")
+    settings = ("steps=2", "lora.rank=4", changed)
+    words = [*tiny_run, "--plan", "dp=2,shard=zero3", "--run", "one"]
+    train(ranks, [*words, *(word for each in settings for word in ("--set", each))], tmp_path, on=2)
+    found = json.loads(printed(capsys, tmp_path / "one", "--json").out)
+    measured, predicted = found["ranks"][0], found["predicted"]
+    assert predicted["parts"]["weights"] == pytest.approx(measured["parts"]["weights"], rel=0.05)
+    last, expected = (each["blocks"][-2]["activations"] for each in (measured, predicted))
+    assert expected == pytest.approx(last, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [

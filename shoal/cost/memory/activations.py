@@ -14,7 +14,8 @@ product where it is largest, among products with a result as wide as the stream 
 last one):
 
 - the gradients of the product's input and of the two tensors that this input was made from, without the input
-  itself: twice the bytes of the input;
+  itself: twice the bytes of the input, or three times where the input was not kept, because the weight is
+  frozen and has no adapter;
 - the gradients of the product's input and of its weight. Where tensor parallelism splits the sequence, also
   the gathered gradient of its output, in two orders if there are several samples.
 
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from shoal.cost.layout import Layout
 from shoal.workload import Attention, Block, Part, Product, Saved, Workload
@@ -44,8 +46,10 @@ class BlockMemory:
         whole: Bytes of all activations, after backward has made again those that were not kept.
         working: Other bytes that backward holds at its fullest moment.
         halves: Bytes that W needs after I: inputs of products, and gradients of their outputs.
-        dense: Number of parameters on the rank after tensor parallelism, without experts.
-        experts: Number of parameters of the rank's experts.
+        dense: Number of trained parameters on the rank after tensor parallelism, without experts.
+        experts: Number of trained parameters of the rank's experts.
+        frozen: Number of other parameters on the rank, without experts.
+        frozen_experts: Number of other parameters of the rank's experts.
     """
 
     kept: float
@@ -54,11 +58,18 @@ class BlockMemory:
     halves: float
     dense: float
     experts: float
+    frozen: float = 0.0
+    frozen_experts: float = 0.0
 
     @property
     def parameters(self) -> float:
-        """Number of the block's parameters on the rank."""
+        """Number of the block's trained parameters on the rank."""
         return self.dense + self.experts
+
+    @property
+    def weights(self) -> float:
+        """Number of all of the block's parameters on the rank."""
+        return self.dense + self.experts + self.frozen + self.frozen_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +115,8 @@ def block_memory(block: Block, workload: Workload, layout: Layout, *, is_layer: 
         halves=_operands(block, layout),
         dense=block.parameters.whole + block.parameters.divided / layout.tp,
         experts=block.parameters.experts / layout.ep,
+        frozen=block.frozen.whole + block.frozen.divided / layout.tp,
+        frozen_experts=block.frozen.experts / layout.ep,
     )
 
 
@@ -120,7 +133,9 @@ def end_memory(workload: Workload, layout: Layout) -> EndMemory:
     end = workload.end.under(layout.compile)
     logits = _logits(end, layout)
     heads = [each for each in end.operations if isinstance(each, Product)]
-    weight = heads[-1].inputs * heads[-1].outputs * layout.width / layout.tp if heads else 0.0
+    weight = 0.0
+    if heads and not heads[-1].frozen:
+        weight = heads[-1].inputs * heads[-1].outputs * layout.width / layout.tp
     stream = stream_bytes(workload, layout)
     at_head = stream + weight
     if _splits_sequence(layout):
@@ -171,14 +186,18 @@ def _working(block: Block, workload: Workload, layout: Layout) -> Iterator[float
     gathered = 0.0
     if _splits_sequence(layout):
         gathered = (1 + (layout.microbatch > 1)) * layout.tp * stream_bytes(workload, layout)
-    for product in block.operations:
+    for product, following in zip_longest(block.operations, block.operations[1:]):
         if not isinstance(product, Product) or product.outputs != workload.hidden:
             continue
+        is_adapted = isinstance(following, Product) and not following.frozen
+        kept = 0 if product.frozen and not is_adapted else 1
         divided = {Part.ROWS: Part.COLUMNS, Part.STREAM: Part.STREAM}.get(product.part, Part.WHOLE)
         inputs = layout.width * product.rows * product.inputs * layout.share(divided)
-        weight = float(layout.width * product.inputs * product.outputs * product.copies)
+        weight = 0.0
+        if not product.frozen:
+            weight = float(layout.width * product.inputs * product.outputs * product.copies)
         weight /= layout.ep if product.copies > 1 else layout.tp if product.part is Part.ROWS else 1
-        yield max(2 * inputs, inputs + weight + gathered)
+        yield max((3 - kept) * inputs, inputs + weight + gathered)
     for attention in block.attentions:
         if not attention.fused:
             scores = attention.length**2 * attention.heads * layout.share(Part.COLUMNS)

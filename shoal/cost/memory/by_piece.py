@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from shoal.cost.memory.activations import block_memory
 from shoal.cost.memory.memory import Memories
-from shoal.cost.memory.states import States, states_of
+from shoal.cost.memory.states import States, frozen_bytes, states_of
 from shoal.cost.time.split import as_kept, kept_pieces
 from shoal.plan import SettledPlan
 
@@ -50,11 +50,16 @@ def by_piece(memories: Memories, plan: SettledPlan, batch: int) -> list[PieceMem
     places = {piece: place for stage, place in zip(stages, placement, strict=True) for piece in stage}
     shards = plan.shards * plan.cp
     dense, expert = states_of(plan, shards), states_of(plan, shards / plan.ep)
+    tiers = plan.tiers.of_cpu
+    frozen, frozen_expert = (frozen_bytes(plan, each, tiers) for each in (shards, shards / plan.ep))
     found = []
     for piece, block in enumerate(workload.pieces):
         made = as_kept(block) if piece in kept else block
         memory = block_memory(made, workload, layout, is_layer=0 < piece < last)
         states = States(*(memory.dense * a + memory.experts * b for a, b in zip(dense, expert, strict=True)))
+        states = states._replace(
+            weights=states.weights + memory.frozen * frozen + memory.frozen_experts * frozen_expert
+        )
         name = "embedding" if piece == 0 else "end" if piece == last else f"layer {piece - 1}"
         found.append(PieceMemory(name, places[piece], states, memory.kept))
     return found

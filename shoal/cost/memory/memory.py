@@ -30,7 +30,7 @@ from shoal.cost.memory.activations import stream_bytes
 from shoal.cost.memory.peak_candidates import Moment, StageEnds, gathered_bytes, moments_of
 from shoal.cost.memory.rank import Outline, Pieces
 from shoal.cost.memory.stack import Stack
-from shoal.cost.memory.states import States, states_of
+from shoal.cost.memory.states import States, frozen_bytes, states_of
 from shoal.cost.time.offload import fits_host, staging_bytes, tiers_on
 from shoal.cost.time.split import flop_costs, kept_pieces, pieces_by_stage
 from shoal.cost.time.step import Costs
@@ -262,7 +262,7 @@ class Memories:
             return 0.0, 0.0
         shards = plan.shards * plan.cp
         root = outline.ends.embedding + outline.ends.head
-        largest = max([root, *(each.parameters for each in outline.stack.layers)])
+        largest = max([root, *(each.weights for each in outline.stack.layers)])
         return staging_bytes(plan, (outline.dense + outline.experts) / shards, largest / shards)
 
     def _at_peak(self, plan: SettledPlan, batch: int, rank: _Rank, states: States) -> tuple[States, Moment]:
@@ -280,11 +280,16 @@ class Memories:
         tiers = tiers_on(plan, self.cluster)
         weights, gradients, optimizer = states_of(plan, shards, tiers)
         dense, experts = outline.dense, outline.experts
+        frozen = 0.0
+        if outline.frozen != (0.0, 0.0):
+            degrees = shards, shards / plan.ep
+            each = [frozen_bytes(plan, degree, tiers) for degree in degrees]
+            frozen = outline.frozen[0] * each[0] + outline.frozen[1] * each[1]
         if not experts:
-            return States(dense * weights, dense * gradients, dense * optimizer)
+            return States(dense * weights + frozen, dense * gradients, dense * optimizer)
         of_expert = states_of(plan, shards / plan.ep, tiers)
         return States(
-            dense * weights + experts * of_expert.weights,
+            dense * weights + experts * of_expert.weights + frozen,
             dense * gradients + experts * of_expert.gradients,
             dense * optimizer + experts * of_expert.optimizer,
         )

@@ -67,15 +67,17 @@ class StageEnds:
     """The parts of the model's embedding and end that are on a rank.
 
     Attributes:
-        embedding: Number of parameters of the embedding on the rank.
-        head: Number of parameters of the end on the rank. They include a tied weight whose embedding is on
-            another rank.
+        embedding: Number of parameters of the embedding on the rank, trained or not.
+        head: Number of parameters of the end on the rank, trained or not. They include a tied weight whose
+            embedding is on another rank.
+        trained: Number of those of the end that are trained.
         kept: Bytes that the end keeps for a micro-batch.
         last: Bytes that loss and head hold for a moment; None if the end is on another rank.
     """
 
     embedding: float = 0.0
     head: float = 0.0
+    trained: float = 0.0
     kept: float = 0.0
     last: EndMemory | None = None
 
@@ -109,7 +111,7 @@ def moments_of(
     for place in stack.peak_candidates:
         layer = layers[place]
         left = held - ends.kept - stack.kept[place + 1]
-        gathered = ends.embedding + sum([each.parameters for each in layers[place : place + 2]])
+        gathered = ends.embedding + sum([each.weights for each in layers[place : place + 2]])
         filled, freed = (0.0, 0.0) if buckets is None else buckets.at(place)
         yield Moment(f"block {place}", left + layer.whole, layer.working, gathers * gathered, filled, freed)
 
@@ -121,7 +123,7 @@ def gathered_bytes(plan: SettledPlan, layout: Layout, stack: Stack, ends: StageE
     """
     if not plan.sharding.cuts_weights:
         return 0.0
-    return layout.width * (ends.embedding + ends.head + sum([each.parameters for each in stack.layers[:1]]))
+    return layout.width * (ends.embedding + ends.head + sum([each.weights for each in stack.layers[:1]]))
 
 
 class _Buckets:
@@ -129,7 +131,7 @@ class _Buckets:
 
     def __init__(self, plan: SettledPlan, stack: Stack, ends: StageEnds, copies: bool) -> None:
         self._stack = stack
-        self._head = _FP32 * ends.head
+        self._head = _FP32 * ends.trained
         self._copies = copies
         self._together = 1
         if plan.sharding.bucket_is_memory and stack.layers:

@@ -27,11 +27,12 @@ class Outline:
 
     Attributes:
         index: The rank's index along `pp`.
-        dense: Number of parameters after tensor parallelism, without experts.
-        experts: Number of parameters of its experts.
+        dense: Number of trained parameters after tensor parallelism, without experts.
+        experts: Number of trained parameters of its experts.
         activations: Bytes of the activations of all micro-batches at its fullest moment.
         stack: The layers of the stage whose backward comes next at that moment.
         ends: The parts of the model's ends on the rank.
+        frozen: Number of other parameters, without experts and with them.
     """
 
     index: int
@@ -40,6 +41,7 @@ class Outline:
     activations: float
     stack: Stack
     ends: StageEnds
+    frozen: tuple[float, float] = (0.0, 0.0)
 
     def covers(self, other: Outline) -> bool:
         """Return whether it needs at least another's memory at every moment, under any sharding."""
@@ -47,6 +49,8 @@ class Outline:
         return (
             self.dense >= other.dense
             and self.experts >= other.experts
+            and self.frozen[0] >= other.frozen[0]
+            and self.frozen[1] >= other.frozen[1]
             and self.activations >= other.activations
             and self.activations - mine.kept >= other.activations - its.kept
             and mine.embedding >= its.embedding
@@ -82,6 +86,9 @@ class Pieces:
         self._halves = _sums(self._blocks, lambda block: block.halves)
         self._dense = _sums(self._blocks, lambda block: block.dense)
         self._experts = _sums(self._blocks, lambda block: block.experts)
+        self._frozen = tuple(
+            _sums(self._blocks, of) for of in (lambda block: block.frozen, lambda block: block.frozen_experts)
+        )
         has = product((False, True), repeat=2)  # the embedding, the end
         self._ends = {each: self._ends_of(workload, layout, *each) for each in has}
 
@@ -109,23 +116,28 @@ class Pieces:
 
     def _ends_of(
         self, workload: Workload, layout: Layout, has_embedding: bool, has_end: bool
-    ) -> tuple[StageEnds, float]:
-        """Return the ends on a rank, and the size of a tied weight whose embedding is on another rank."""
+    ) -> tuple[StageEnds, float, float]:
+        """Return the ends on a rank, and the size of a tied weight whose embedding is on another rank.
+
+        The size is given twice: as trained parameters, and as frozen ones.
+        """
         embedding, end = self._blocks[0], self._blocks[-1]
-        tied = 0.0
+        tied = still = 0.0
         if workload.tied and has_end and not has_embedding:
             tied = workload.embedding.parameters.divided / layout.tp
+            still = workload.embedding.frozen.divided / layout.tp
         ends = StageEnds(
-            embedding.parameters if has_embedding else 0.0,
+            embedding.weights if has_embedding else 0.0,
+            end.weights + tied + still if has_end else 0.0,
             end.parameters + tied if has_end else 0.0,
             end.kept if has_end else 0.0,
             end_memory(workload, layout) if has_end else None,
         )
-        return ends, tied
+        return ends, tied, still
 
     def _outline(self, index: int, stages: Sequence[range], held: Sequence[Held]) -> Outline:
         last = len(self._blocks) - 1
-        ends, tied = self._ends[stages[0].start == 0, stages[-1].stop == last + 1]
+        ends, tied, still = self._ends[stages[0].start == 0, stages[-1].stop == last + 1]
         layers = range(0)
         for stage in stages:
             layers = range(max(stage.start, 1), min(stage.stop, last)) or layers
@@ -137,6 +149,7 @@ class Pieces:
             max([sum(map(mul, whole, kept)) + sum(map(mul, half, halves)) for whole, half in held]),
             self._stack(layers),
             ends,
+            (still + sum(_over(self._frozen[0], stages)), sum(_over(self._frozen[1], stages))),
         )
 
     def _stack(self, layers: range) -> Stack:

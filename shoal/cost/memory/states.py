@@ -11,6 +11,7 @@ These are bytes per parameter. s is the sharding degree, w the bytes of a weight
 optimizer's own copy of the weight: in fp32 w = 4 and m = 0, in bf16 w = 2 and m = 4. With zero3 and
 zero3-once that copy is the only one between two steps. Looser exchange keeps more: see `_of_exchange`. With
 `offload` a part that is outside of the device counts as nothing; of the optimizer's these are the moments.
+A frozen parameter has a weight alone, w bytes or with zero3 w / s.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import NamedTuple
 
 from shoal.plan import Plan, Tiers
 
-__all__ = ["States", "state_bytes", "states_of"]
+__all__ = ["States", "frozen_bytes", "state_bytes", "states_of"]
 
 _FP32 = 4.0  # bytes
 
@@ -59,6 +60,16 @@ def states_of(plan: Plan, shards: float, tiers: Tiers | None = None) -> States:
         gradients if tiers.gradients == "device" else 0.0,
         (moments if sharding.cuts_weights else moments + copy) / cut + _of_exchange(plan, cut),
     )
+
+
+def frozen_bytes(plan: Plan, shards: float, tiers: Tiers) -> float:
+    """Return the bytes for each frozen parameter that a rank has: a weight in the type of the compute.
+
+    The arguments are those of `states_of`.
+    """
+    if tiers.parameters != "device":
+        return 0.0
+    return plan.element_bytes / (max(shards, 1) if plan.sharding.cuts_weights else 1)
 
 
 def _of_exchange(plan: Plan, cut: float) -> float:

@@ -28,7 +28,7 @@ STORAGE = 1e9
 RESTART = 300.0
 """Seconds from a failure until all ranks have started again."""
 
-_SAVED = 12.0  # bytes per parameter
+_SAVED = 12.0  # bytes per trained parameter; files of frozen ones are not written again
 _DAY = 86_400.0
 
 
@@ -102,7 +102,7 @@ def long_run(
     _require(steps > 0, "steps", steps, "1 or more")
     _require(storage > 0 and math.isfinite(storage), "storage", storage, "bytes a second, more than 0")
     _require(restart >= 0 and math.isfinite(restart), "restart", restart, "seconds, 0 or more")
-    checkpoint = _SAVED * workload.parameters
+    checkpoint = _SAVED * workload.trained
     nodes = math.ceil(cluster.devices / cluster.devices_per_node)
     save = checkpoint / (nodes * storage)
     return LongRun(

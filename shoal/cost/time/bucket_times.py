@@ -75,7 +75,7 @@ def reduce_seconds(bucket: Bucket, cluster: Cluster, wire: Wire = WHOLE) -> floa
 
 def gather_seconds(bucket: Bucket, width: int, cluster: Cluster) -> float:
     """Return the seconds to gather the weights, `width` bytes each, of all equal buckets."""
-    nbytes = width * bucket.parameters
+    nbytes = width * (bucket.parameters + bucket.frozen)
     return bucket.number * collective_seconds("all_gather", nbytes, bucket.family.shards, cluster)
 
 
@@ -93,6 +93,8 @@ def copy_seconds(bucket: Bucket, width: int, cluster: Cluster, wire: Wire = WHOL
 
 
 def _sums(bucket: Bucket, cluster: Cluster, wire: Wire) -> list[Sum]:
-    """Return the collectives that sum one bucket's gradients."""
+    """Return the collectives that sum one bucket's gradients; none if all its parameters are frozen."""
+    if not bucket.parameters and bucket.frozen:
+        return []
     family = bucket.family
     return wire.sums(bucket.parameters, family.shards, family.replicas, cluster)

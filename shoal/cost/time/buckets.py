@@ -22,6 +22,7 @@ __all__ = [
     "families_of",
     "families_over",
     "fill",
+    "held_by_block",
     "owned_by_rank",
     "parameters_on_rank",
 ]
@@ -51,12 +52,13 @@ class Bucket:
     """Parameters that are reduced and gathered together.
 
     Attributes:
-        parameters: Number of its parameters on the rank.
+        parameters: Number of its parameters on the rank that are trained.
         first: Position of its first block in the stage. Forward first needs the bucket there, and backward
             completes its gradients there.
         last: Position of its last block. Backward first needs the bucket there.
         family: The family of its parameters, with the ranks that communicate them.
         number: Number of equal buckets; a large block has several.
+        frozen: Number of other parameters on the rank that are gathered with them.
     """
 
     parameters: float
@@ -64,6 +66,7 @@ class Bucket:
     last: int
     family: Family
     number: int = 1
+    frozen: float = 0.0
 
 
 def families_of(plan: Plan) -> tuple[Family, ...]:
@@ -105,15 +108,32 @@ def buckets_of(blocks: Sequence[Block], roots: Container[int], plan: Plan, width
     """
     by_block = plan.sharding.cuts_weights
     capacity = math.inf if by_block else plan.bucket / width
-    held = [parameters_on_rank(block.parameters, plan.tp, plan.ep) for block in blocks]
+    held, frozen = held_by_block(blocks, plan.tp, plan.ep, by_block)
     filled: list[Bucket] = []
     for family in families_of(plan):
         counts = [family.count(each) for each in held]
+        beside = [family.count(each) for each in frozen]
         filled += [
-            Bucket(size, first, last, family, number)
+            Bucket(size - beside[first], first, last, family, number, beside[first])
             for size, first, last, number in fill(counts, roots, capacity, by_block)
         ]
     return sorted(filled, key=lambda bucket: -bucket.first)
+
+
+def held_by_block(
+    blocks: Sequence[Block], tp: int, ep: int, by_block: bool
+) -> tuple[list[Parameters], list[Parameters]]:
+    """Return the parameters on a rank that are communicated of each block, and those of them that are frozen.
+
+    Frozen parameters are gathered where weights are cut, which is where each block is a bucket.
+    """
+    if not by_block:
+        return [parameters_on_rank(block.parameters, tp, ep) for block in blocks], [Parameters()] * len(
+            blocks
+        )
+    frozen = [parameters_on_rank(block.frozen, tp, ep) for block in blocks]
+    trained = [parameters_on_rank(block.parameters, tp, ep) for block in blocks]
+    return [sum(each, Parameters()) for each in zip(trained, frozen, strict=True)], frozen
 
 
 def fill(

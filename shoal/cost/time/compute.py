@@ -75,28 +75,32 @@ def casting_seconds(product: Product, device: Device, layout: Layout) -> Seconds
     return Seconds(
         first,
         pass_seconds(device, 5.0 * result + 2.0 * weight, 3),
-        pass_seconds(device, 2.0 * (given + result), 2),
+        0.0 if product.frozen else pass_seconds(device, 2.0 * (given + result), 2),
     )
 
 
 def operation_flop(operation: Product | Attention, layout: Layout) -> float:
     """Return the FLOP of an operation's forward and backward on a rank for a micro-batch.
 
-    Causal attention has half of the square of positions. Backward has twice as many as forward.
+    Causal attention has half of the square of positions. Backward has twice as many as forward, and as many
+    where the weight is frozen.
     """
     if isinstance(operation, Product):
         rows, inputs, outputs, copies = _sizes(operation, layout)
-        return 6.0 * copies * rows * inputs * outputs
+        return (4.0 if operation.frozen else 6.0) * copies * rows * inputs * outputs
     share = layout.microbatch / layout.tp / layout.cp
     return 3.0 * operation.flop * share / (2 if operation.causal else 1)
 
 
 def _product(product: Product, device: Device, layout: Layout) -> Seconds:
     rows, inputs, outputs, copies = _sizes(product, layout)
+    weight = 0.0
+    if not product.frozen:
+        weight = product_seconds(device, layout.precision, inputs, rows, outputs, copies)
     return Seconds(
         product_seconds(device, layout.precision, rows, inputs, outputs, copies),
         product_seconds(device, layout.precision, rows, outputs, inputs, copies),
-        product_seconds(device, layout.precision, inputs, rows, outputs, copies),
+        weight,
     )
 
 

@@ -218,7 +218,7 @@ class DataParallelCosts:
         return or_smaller(found, begins=runs[0][0] in self._ends, ends=runs[-1][0] in self._ends)
 
     def _of_bucket(self, bucket: Bucket, width: int, wire: Wire) -> BucketTimes:
-        key = bucket.family, bucket.parameters, bucket.number, width, wire
+        key = bucket.family, bucket.parameters, bucket.frozen, bucket.number, width, wire
         found = self._times.get(key)
         if found is None:
             found = self._times[key] = bucket_times(bucket, width, self._cluster, wire)

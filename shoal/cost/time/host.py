@@ -121,7 +121,7 @@ def _starts(operation: Operation, layout: Layout) -> tuple[int, int]:
         return _OF_ATTENTION if operation.fused else _OF_UNFUSED
     times = layout.experts(operation.copies) if _is_started_by_expert(operation) else 1
     if isinstance(operation, Product):
-        return times * operation.matrices, 2 * times * operation.matrices
+        return times * operation.matrices, (1 if operation.frozen else 2) * times * operation.matrices
     forward, backward = operation.launches
     return times * forward, times * backward
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from shoal.cluster import Cluster
 from shoal.cost.collectives.network import collective_load
 from shoal.cost.time.bucket_times import NOTHING, BucketTimes
-from shoal.cost.time.buckets import Bucket, Family, families_of, fill, parameters_on_rank
+from shoal.cost.time.buckets import Bucket, Family, families_of, fill, held_by_block
 from shoal.plan import SettledPlan
 from shoal.workload import Block
 
@@ -75,13 +75,15 @@ class _Kind(NamedTuple):
 
     Attributes:
         family: Number of the family of their parameters.
-        parameters: Number of parameters of one bucket on the rank.
+        parameters: Number of parameters of one bucket on the rank that are trained.
         number: Number of buckets that stand for one.
+        frozen: Number of other parameters that are gathered with them.
     """
 
     family: int
     parameters: float
     number: int
+    frozen: float
 
 
 _Numbers = tuple[int, ...]
@@ -135,7 +137,8 @@ def stage_buckets(
     capacity = None if plan.sharding.cuts_weights else plan.bucket / width
     order = _order(runs, ends, tuple([each.kinds for each in families]), plan.tp, plan.ep, capacity)
     times = [
-        seconds(Bucket(each.parameters, 0, 0, families[each.family], each.number)) for each in order.kinds
+        seconds(Bucket(each.parameters, 0, 0, families[each.family], each.number, each.frozen))
+        for each in order.kinds
     ]
 
     def together(numbers: _Numbers) -> BucketTimes:
@@ -212,15 +215,17 @@ def _order(
     """
     blocks = [block for block, number in runs for _ in range(number)]
     roots = [position for position, block in enumerate(blocks) if block in ends]
-    held = [parameters_on_rank(block.parameters, tp, ep) for block in blocks]
+    by_block = capacity is None
+    held, frozen = held_by_block(blocks, tp, ep, by_block)
     filled = []
     for family, kinds in enumerate(families):
-        counts = [sum([getattr(each, kind) for kind in kinds]) for each in held]
-        by_block = capacity is None
+        counts, beside = (
+            [sum([getattr(each, kind) for kind in kinds]) for each in of] for of in (held, frozen)
+        )
         for size, first, last, number in fill(
             counts, roots, math.inf if capacity is None else capacity, by_block
         ):
-            filled.append((first, last, _Kind(family, size, number)))
+            filled.append((first, last, _Kind(family, size - beside[first], number, beside[first])))
     filled.sort(key=lambda each: -each[0])
     numbers: dict[_Kind, int] = {}
     timed = [(first, last, numbers.setdefault(kind, len(numbers))) for first, last, kind in filled]

@@ -191,7 +191,7 @@ def low_rank_share(compression: Compression, workload: Workload) -> float:
     for block in (*workload.layers, workload.end):
         matrices = 0
         for each in block.operations:
-            if isinstance(each, Product):
+            if isinstance(each, Product) and not each.frozen:
                 elements = each.inputs * each.outputs
                 matrices += each.copies * elements
                 sent += each.copies * min(rank * (each.matrices * each.inputs + each.outputs), elements)
