@@ -1,6 +1,6 @@
 // What every page has: the choice of a run, light or dark, and a line that says how things are.
 
-import { h, replace } from "./dom.js";
+import { h } from "./dom.js";
 import { get, put } from "./state.js";
 import { isExport, runs, wasNearest } from "./source.js";
 
@@ -94,9 +94,4 @@ async function chooseRun() {
     location.reload();
   });
   document.getElementById("tools").prepend(h("label", { class: "run" }, "Run ", select));
-}
-
-/** Return a paragraph in place of a drawing that cannot be made. */
-export function missing(text) {
-  return replace(h("p", { class: "missing" }), text);
 }

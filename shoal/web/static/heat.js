@@ -7,7 +7,7 @@ const LEFT = 76;
 const STOPS = [[0, 32, 76], [39, 62, 108], [85, 91, 108], [124, 123, 120], [166, 157, 117], [213, 193, 99], [255, 234, 70]];
 
 /** Return a colour for a share from 0 to 1: the map called cividis. */
-export function cividis(share) {
+function cividis(share) {
   const at = Math.max(0, Math.min(1, share)) * (STOPS.length - 1);
   const low = Math.min(STOPS.length - 2, Math.floor(at));
   const mixed = STOPS[low].map((each, number) => Math.round(each + (STOPS[low + 1][number] - each) * (at - low)));

@@ -80,7 +80,7 @@ function drawn(schedule, longest) {
     }),
     describe: () => `${digits(schedule.makespan, 4)} long; without any bubble it would be ${digits(schedule.ideal, 4)} `
       + `(dashed). Bubble ${percent(schedule.bubble)} of the time; a rank holds at most ${peak} micro-batches of activations.`
-      + (schedule.virtual > 1 ? " Paler boxes are the rank's later stages." : ""),
+      + (schedule.virtual > 1 ? " Fainter boxes are the rank's later stages." : ""),
     table: () => ({
       head: ["rank", "order of work", "activations held"],
       rows: schedule.rows.map((row, rank) => [`rank ${rank}`,
