@@ -59,11 +59,19 @@ values = st.recursive(
 )
 
 
+def typed(value):
+    """A value with the types of all in it: it tells lists from tuples, and True from 1."""
+    if isinstance(value, dict):
+        return dict, {typed(key): typed(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple, frozenset)):
+        return type(value), type(value)(typed(each) for each in value)
+    return type(value), value
+
+
 @given(values)
 def test_a_value_comes_back_with_its_types(value):
     again = decode(encode(value))
-    assert again == value
-    assert repr(again) == repr(value)  # also tells lists from tuples, and True from 1
+    assert typed(again) == typed(value)
 
 
 @given(values, st.data())
@@ -184,13 +192,15 @@ def test_deep_bytes_and_pickles_are_refused():
 UNPICKLED = {
     "checkpoint/dcp.py": "files of torch.distributed.checkpoint: only named classes, unless the user says",
     "check/runner.py": "a file of this user's own parent process, in a private folder",
+    "data/workers.py": "pipes to this process's own children",
+    "hang/flight_recorder.py": "dumps of torch's flight recorder: plain containers alone",
     "planner/helper.py": "a pipe to this process's own child",
     "collectives/device_memory.py": "CUDA's handles, among ranks on one host, which share memory anyway",
 }
 """The files that may unpickle, and where the bytes come from."""
 
 FORBIDDEN = {
-    *("loads", "load", "Unpickler"),  # of pickle, marshal, dill and so on
+    *("loads", "load", "Unpickler", "_Unpickler"),  # of pickle, marshal, dill and so on
     *("all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list"),
     *("send_object_list", "recv_object_list"),
 }
@@ -204,7 +214,7 @@ def unpickling(path):
             yield from (alias.name for alias in node.names)
         if isinstance(node, ast.Attribute) and node.attr in FORBIDDEN:
             owner = ast.unparse(node.value)
-            if owner in {"pickle", "marshal", "dill", "cloudpickle", "torch", "numpy", "np"} or (
+            if owner in {"pickle", "marshal", "dill", "cloudpickle", "torch"} or (
                 node.attr.endswith(("object", "object_list")) and owner in {"dist", "torch.distributed"}
             ):
                 yield f"{owner}.{node.attr}"
