@@ -10,7 +10,7 @@ __all__ = ["LAYERS", "TORCH_FREE"]
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "units", "layers"),
-    ("plan", "cluster", "workload", "timeline", "run"),
+    ("plan", "cluster", "workload", "timeline", "run", "values"),
     ("cost",),
     ("simulate",),
     ("planner",),

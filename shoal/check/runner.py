@@ -20,6 +20,7 @@ from shoal.check.task_under_plan import train_task_under
 from shoal.check.tolerance import Tolerance
 from shoal.check.trial import Trial
 from shoal.check.verdict import Verdict, judge, may_be_of_forward, with_fault
+from shoal.collectives.values import broadcast_value, gather_value
 from shoal.errors import TrainingError, UserError, WorkerError
 from shoal.launch import Nursery, StopSignal, World, choose_device, join, launch
 from shoal.parallel import own_device
@@ -195,20 +196,12 @@ def serve(file: Path, world: World, stop: StopSignal) -> int:
 
 def _told(value: bool) -> bool:
     """Return the first rank's value, on all ranks."""
-    told = [value]
-    if dist.is_initialized():
-        dist.broadcast_object_list(told, src=0)
-    return told[0]
+    return bool(broadcast_value(value)) if dist.is_initialized() else value
 
 
 def _gathered(value: Value) -> list[Value] | None:
     """Return the values of all ranks on the first rank, None on the others."""
-    if not dist.is_initialized():
-        return [value]
-    is_first = dist.get_rank() == 0
-    ranks = [value] * dist.get_world_size()
-    dist.gather_object(value, ranks if is_first else None, dst=0)
-    return ranks if is_first else None
+    return gather_value(value) if dist.is_initialized() else [value]
 
 
 def _read(results: Path) -> list[Verdict]:

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar, cast
 
 import torch.distributed
 
+from shoal.collectives.values import all_gather_value, gather_value
 from shoal.errors import CheckpointError, CommunicationError, CorruptCheckpointError
 
 __all__ = [
@@ -41,7 +42,11 @@ class Coordinator(Protocol):
         ...
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """Return the picklable `value` of every rank, in rank order. Raise an error if a rank has died."""
+        """Return the value of every rank, in rank order. Raise an error if a rank has died.
+
+        Args:
+            value: A value that `shoal.values.encode` takes.
+        """
         ...
 
     def gather_object(self, value: Any) -> list[Any] | None:
@@ -83,12 +88,10 @@ class ProcessGroupCoordinator:
         Raises:
             CommunicationError: Another rank is gone.
         """
-        values: list[Any] = [None] * self.size
         try:
-            torch.distributed.all_gather_object(values, value, group=self._group)
+            return all_gather_value(value, self._group)
         except RuntimeError as error:
-            raise CommunicationError(f"all_gather_object failed: {error}") from error
-        return values
+            raise CommunicationError(f"ranks could not tell each other a value: {error}") from error
 
     def gather_object(self, value: Any) -> list[Any] | None:
         """Return the value of every rank of the group on rank 0, and None on the others.
@@ -96,12 +99,10 @@ class ProcessGroupCoordinator:
         Raises:
             CommunicationError: Another rank is gone.
         """
-        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
         try:
-            torch.distributed.gather_object(value, values, group=self._group, group_dst=0)
+            return gather_value(value, self._group)
         except RuntimeError as error:
-            raise CommunicationError(f"gather_object failed: {error}") from error
-        return values
+            raise CommunicationError(f"ranks could not tell rank 0 a value: {error}") from error
 
 
 @dataclass(frozen=True)

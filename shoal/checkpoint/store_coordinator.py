@@ -9,7 +9,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import math
-import pickle
 import time
 from collections.abc import Iterator
 from typing import Any, final
@@ -19,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 
 from shoal.checkpoint.coordinator import Coordinator, SingleProcess
 from shoal.errors import CommunicationError
+from shoal.values import decode, encode
 
 __all__ = ["StoreCoordinator", "coordinator_beside"]
 
@@ -80,7 +80,7 @@ class StoreCoordinator:
     def _gather(self, value: Any) -> list[str] | None:
         self._round += 1
         keys = self._keys("of")
-        self._store.set(keys[self.rank], base64.b64encode(pickle.dumps(value)).decode("ascii"))
+        self._store.set(keys[self.rank], base64.b64encode(encode(value)).decode("ascii"))
         if self.rank > 0:
             return None
         self._wait_for(keys)
@@ -105,7 +105,7 @@ class StoreCoordinator:
 
 
 def _value(text: str) -> Any:
-    return pickle.loads(base64.b64decode(text))
+    return decode(base64.b64decode(text))
 
 
 @contextlib.contextmanager

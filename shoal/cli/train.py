@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import pickle
+import os
 import sys
 import tempfile
 from collections.abc import Callable
@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.cli.local import nursery_for
-from shoal.errors import RunError, WorkerError
+from shoal.errors import ConfigError, PlanError, RunError, WorkerError
+from shoal.values import encode
 
 if TYPE_CHECKING:
-    from shoal.launch import Nursery, World
+    from shoal.launch import Elasticity, Nursery, World
     from shoal.train import Job
 
 __all__ = ["add_parser", "run"]
@@ -59,7 +60,19 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="the machines, a preset or a file of `shoal probe`: --plan auto chooses for them, and "
         "`shoal report` compares with their prediction; short for --set cluster=CLUSTER",
     )
-    parser.add_argument("--nproc", metavar="N", type=int, help="ranks to start on this machine")
+    parser.add_argument(
+        "--nproc",
+        metavar="N|MIN:MAX",
+        help="ranks to start on this machine; with MIN, ranks may fail while MIN are left: the others go on, "
+        "and the failed ones are started again",
+    )
+    parser.add_argument(
+        "--restarts",
+        metavar="N",
+        type=int,
+        default=10,
+        help="with --nproc MIN:MAX: how often failed ranks are started again, in total",
+    )
     parser.add_argument("--run", metavar="DIR", type=Path, dest="directory", help="directory of the new run")
     parser.add_argument(
         "--resume",
@@ -96,16 +109,58 @@ def _on_this_machine(args: argparse.Namespace, nursery: Nursery | None) -> int:
     from shoal.launch import RankLog, World, choose_device, keep_output
     from shoal.train import check, nothing_left_to_do
 
+    elasticity = _elasticity(args)
     job = _job(args, None)
+    if elasticity is not None:
+        _require_elastic(job, elasticity)
     if text := nothing_left_to_do(job):
         print(text, file=sys.stderr)
         return 0
     check(job)
     choose_device(job.config.device, 0)
-    if job.processes == 1:
+    if job.processes == 1 and elasticity is None:
         with keep_output(RankLog(job.path / "log", 0, 1)):
             return _as_rank(World(rank=0, ranks=1, local_rank=0, master=("", 0)), lambda: job)
-    return _on_local_ranks(job, nursery)
+    return _on_local_ranks(job, nursery, elasticity)
+
+
+def _elasticity(args: argparse.Namespace) -> Elasticity | None:
+    """Return how many ranks may be lost, as `--nproc MIN:MAX` says, and leave MAX in its place."""
+    from shoal.launch import Elasticity
+
+    least, between, most = (args.nproc or "").partition(":")
+    try:
+        args.nproc = int(most if between else least) if args.nproc else None
+        if not between:
+            return None
+        elasticity = Elasticity(int(least), args.restarts)
+    except ValueError:
+        raise _wrong_nproc(args.nproc) from None
+    if not 1 <= elasticity.least <= args.nproc:
+        raise _wrong_nproc(f"{least}:{most}")
+    return elasticity
+
+
+def _wrong_nproc(given: str) -> ConfigError:
+    return ConfigError(
+        f"--nproc {given} is no number of ranks",
+        possible="N, or MIN:MAX with 1 <= MIN <= MAX",
+        change="write, for example, --nproc 4, or --nproc 2:4",
+    )
+
+
+def _require_elastic(job: Job, elasticity: Elasticity) -> None:
+    """Check that a job can go on with fewer ranks.
+
+    Raises:
+        PlanError: Its workers exchange through servers, which have a way of their own.
+    """
+    if job.is_served:
+        raise PlanError(
+            f"--nproc {elasticity.least}:{job.processes} was given with the Plan {job.plan}",
+            possible="a Plan without parameter servers; with them, workers may be lost and join as it is",
+            change="leave MIN out",
+        )
 
 
 def _as_rank(world: World, choose: Callable[[], Job]) -> int:
@@ -125,14 +180,28 @@ def _as_rank(world: World, choose: Callable[[], Job]) -> int:
     return code
 
 
-def _on_local_ranks(job: Job, nursery: Nursery | None) -> int:
-    from shoal.launch import launch
+def _on_local_ranks(job: Job, nursery: Nursery | None, elasticity: Elasticity | None) -> int:
+    from shoal.launch import launch, launch_elastic
+    from shoal.run import Run
+    from shoal.train import FOLDER, memory_folder
 
     with tempfile.NamedTemporaryFile(prefix="shoal-", suffix=".job") as file:
-        file.write(pickle.dumps(job))
+        file.write(encode(job))
         file.flush()
         try:
             command = [sys.executable, "-m", "shoal.train", file.name]
+            if elasticity is not None:
+                with memory_folder() as folder:
+                    given = {} if folder is None else {FOLDER: str(folder)}
+                    return launch_elastic(
+                        command,
+                        job.processes,
+                        elasticity,
+                        {**os.environ, **given},
+                        logs=job.path / "log",
+                        events=Run(job.path).members_file,
+                        nursery=nursery,
+                    )
             return launch(command, job.processes, logs=job.path / "log", nursery=nursery, units=job.units)
         except WorkerError as error:
             if error.exit_code in _FAILED and (text := _how_to_go_on(job.path)):

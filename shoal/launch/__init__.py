@@ -6,7 +6,9 @@ started ranks; the trainer's processes call `join` and `run_rank`.
 """
 
 from shoal.launch.devices import choose_device
+from shoal.launch.elastic import Elasticity, launch_elastic
 from shoal.launch.launcher import TERMINAL, launch
+from shoal.launch.membership import Generation, Membership
 from shoal.launch.nursery import Nursery, open_nursery
 from shoal.launch.outcome import EXIT_STOPPED, Outcome, root_cause
 from shoal.launch.output import RankLog, keep_output
@@ -16,6 +18,9 @@ from shoal.launch.world import World, find_world, join, meet
 __all__ = [
     "EXIT_STOPPED",
     "TERMINAL",
+    "Elasticity",
+    "Generation",
+    "Membership",
     "Nursery",
     "Outcome",
     "RankLog",
@@ -26,6 +31,7 @@ __all__ = [
     "join",
     "keep_output",
     "launch",
+    "launch_elastic",
     "meet",
     "open_nursery",
     "root_cause",

@@ -20,12 +20,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from torch._C._distributed_c10d import TCPStore
+
 from shoal.errors import WorkerError
 from shoal.launch.local_ranks import LocalRanks
 from shoal.launch.nursery import Nursery
 from shoal.launch.outcome import EXIT_STOPPED, Outcome, root_cause
 
-__all__ = ["LAUNCHER", "OUTCOMES", "TERMINAL", "launch"]
+__all__ = [
+    "LAUNCHER",
+    "OUTCOMES",
+    "TERMINAL",
+    "exit_code_after_signal",
+    "launch",
+    "listen_for",
+    "rank_environment",
+    "signals_noted",
+    "stop_until_continued",
+    "store_on_loopback",
+]
 
 LAUNCHER = "SHOAL_LAUNCHER"
 """Environment variable: id of the process that is a rank's parent. A rank must not outlive it."""
@@ -74,13 +87,13 @@ def launch(
     """
     with (
         tempfile.TemporaryDirectory(prefix="shoal-") as folder,
-        _store_on_loopback() as port,
-        _signals_noted() as signals,
+        store_on_loopback() as store,
+        signals_noted() as signals,
     ):
         environments = [
             {
                 **os.environ,
-                **_rank_environment(folder, rank, ranks, port, environment),
+                **rank_environment(folder, rank, ranks, store.port, environment),
                 LAUNCHER: str(os.getpid() if nursery is None else nursery.pid),
             }
             for rank in range(ranks)
@@ -91,7 +104,7 @@ def launch(
     present = set(range(ranks)) - end.lost
     if end.signal is not None:
         left = [outcome for outcome in outcomes if outcome.rank in present]
-        return _exit_code_after_signal(left, present, end.signal.name)
+        return exit_code_after_signal(left, present, end.signal.name)
     codes = {rank: code for rank, code in end.exit_codes.items() if rank in present}
     if codes and set(codes.values()) <= {0, EXIT_STOPPED}:
         return max(codes.values())
@@ -129,7 +142,7 @@ def _wait_for_end(
         while signals:
             number = signals.pop(0)
             if number == signal.SIGTSTP:
-                _stop_until_continued(processes)
+                stop_until_continued(processes)
                 continue
             # Ranks obey SIGTERM and Ctrl-C. If the terminal closes, training must not be lost.
             processes.signal(signal.SIGTERM if number == signal.SIGHUP else number)
@@ -149,22 +162,22 @@ def _wait_for_end(
                 deadline = min(deadline, time.monotonic() + _END)
         elif failed:
             break
-    _listen_for(processes, _SETTLE)
+    listen_for(processes, _SETTLE)
     helping = set(processes.running()) - in_units if in_units else set()
     end = _End(processes.exit_codes(), processes.stopped(), first, frozenset(lost | helping))
     processes.signal(signal.SIGTERM)
-    _listen_for(processes, _END)
+    listen_for(processes, _END)
     return end
 
 
-def _listen_for(processes: LocalRanks, seconds: float) -> None:
+def listen_for(processes: LocalRanks, seconds: float) -> None:
     """Pass on the ranks' output until all ranks that are not stopped have ended, at most `seconds`."""
     until = time.monotonic() + seconds
     while set(processes.running()) > set(processes.stopped()) and time.monotonic() < until:
         processes.listen(_LOOK)
 
 
-def _stop_until_continued(processes: LocalRanks) -> None:
+def stop_until_continued(processes: LocalRanks) -> None:
     """Stop the ranks and this process after Ctrl-Z; they continue together."""
     processes.signal(signal.SIGSTOP)
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -174,14 +187,14 @@ def _stop_until_continued(processes: LocalRanks) -> None:
 def _give_up(unit: Collection[int], processes: LocalRanks, folder: str) -> None:
     """End what is left of a unit that has failed, and say why it did."""
     processes.signal(signal.SIGKILL, unit)
-    _listen_for(processes, _LOOK)
+    listen_for(processes, _LOOK)
     codes = {rank: code for rank, code in processes.exit_codes().items() if rank in unit and code}
     told = [outcome for outcome in Outcome.read_all(Path(folder)) if outcome.rank in unit]
     reason = root_cause(told, codes)
     print(f"shoal: {reason}; the others go on, if they can", file=sys.stderr)
 
 
-def _exit_code_after_signal(outcomes: Sequence[Outcome], ranks: Collection[int], signal_name: str) -> int:
+def exit_code_after_signal(outcomes: Sequence[Outcome], ranks: Collection[int], signal_name: str) -> int:
     """Return the exit code after a signal to the ranks; raise WorkerError if one could not save its state."""
     failed = [outcome for outcome in outcomes if outcome.error]
     ended = set(ranks) - {outcome.rank for outcome in outcomes}
@@ -195,7 +208,7 @@ def _exit_code_after_signal(outcomes: Sequence[Outcome], ranks: Collection[int],
 
 
 @contextlib.contextmanager
-def _signals_noted() -> Iterator[list[signal.Signals]]:
+def signals_noted() -> Iterator[list[signal.Signals]]:
     """Within this context, append a run's signals to a list; ignored signals stay ignored (nohup)."""
     received: list[signal.Signals] = []
 
@@ -215,25 +228,30 @@ def _signals_noted() -> Iterator[list[signal.Signals]]:
 
 
 @contextlib.contextmanager
-def _store_on_loopback() -> Iterator[int]:
-    """Open the store in which the ranks meet, which no other machine can reach; yield its port.
+def store_on_loopback() -> Iterator[TCPStore]:
+    """Open the store in which the ranks meet, which no other machine can reach.
 
     torch's own server listens on every interface unless it gets a socket.
     """
-    from torch._C._distributed_c10d import TCPStore
-
     listening = socket.create_server(("127.0.0.1", 0))
     port: int = listening.getsockname()[1]
-    store = TCPStore(
+    yield TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
     )
-    yield port
-    del store
 
 
-def _rank_environment(
+def rank_environment(
     folder: str, rank: int, ranks: int, port: int, environment: Mapping[str, str]
 ) -> dict[str, str]:
+    """Return the environment that torchrun gives a rank, and what Shoal's own ranks need beside it.
+
+    Args:
+        folder: Where the rank leaves its outcome.
+        rank: The rank.
+        ranks: Number of ranks.
+        port: Port of the store on this machine.
+        environment: Environment from which OMP_NUM_THREADS and GLOO_SOCKET_IFNAME are taken if set.
+    """
     threads = max(1, (len(os.sched_getaffinity(0)) or 1) // ranks)
     return {
         "RANK": str(rank),

@@ -43,16 +43,12 @@ class LocalRanks:
         logs: Path | None,
         nursery: Nursery | None = None,
     ) -> None:
+        self._command = command
+        self._environments = environments
+        self._nursery = nursery
         self._outputs = selectors.DefaultSelector()
-        self._processes: list[subprocess.Popen[bytes] | ForkedRank] = []
         self._logs = [RankLog(logs, rank, len(environments)) for rank in range(len(environments))]
-        for environment, log in zip(environments, self._logs, strict=True):
-            pipes = [os.pipe() for _ in range(2)]
-            outputs = pipes[0][1], pipes[1][1]
-            self._processes.append(_start(command, environment, outputs, nursery))
-            for descriptor, (reading, writing) in enumerate(pipes, start=1):
-                os.close(writing)
-                self._outputs.register(os.fdopen(reading, "rb"), selectors.EVENT_READ, (descriptor, log))
+        self._processes = [self._start(rank, environment) for rank, environment in enumerate(environments)]
 
     def __enter__(self) -> LocalRanks:
         return self
@@ -70,6 +66,10 @@ class LocalRanks:
         self._outputs.close()
         for log in self._logs:
             log.close()
+
+    def start_again(self, rank: int, changes: Mapping[str, str]) -> None:
+        """Start a rank that has ended once more, with some changes of its environment."""
+        self._processes[rank] = self._start(rank, {**self._environments[rank], **changes})
 
     def running(self) -> list[int]:
         """Return the ranks that have not ended."""
@@ -105,6 +105,15 @@ class LocalRanks:
                 pass_on(data, descriptor)
             else:
                 self._close_output(key)
+
+    def _start(self, rank: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes] | ForkedRank:
+        pipes = [os.pipe() for _ in range(2)]
+        process = _start(self._command, environment, (pipes[0][1], pipes[1][1]), self._nursery)
+        for descriptor, (reading, writing) in enumerate(pipes, start=1):
+            os.close(writing)
+            told = descriptor, self._logs[rank]
+            self._outputs.register(os.fdopen(reading, "rb"), selectors.EVENT_READ, told)
+        return process
 
     def _close_output(self, key: selectors.SelectorKey) -> None:
         self._outputs.unregister(key.fileobj)

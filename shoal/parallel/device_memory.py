@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shoal.collectives.values import all_gather_value
 from shoal.models import Transformer
 from shoal.plan import Plan
 
@@ -43,8 +44,7 @@ def memory_of_a_rank(model: nn.Module, device: torch.device) -> float | None:
     """
     told = [_here(model, device)]
     if dist.is_initialized():
-        told *= dist.get_world_size()
-        dist.all_gather_object(told, told[0])
+        told = all_gather_value(told[0])
     sharing = Counter(place for place, _, _ in told)
     limits = [None if free is None else free / sharing[place] + held for place, free, held in told]
     known = [limit for limit in limits if limit is not None]

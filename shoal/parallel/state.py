@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from shoal.collectives.values import broadcast_value
 from shoal.errors import ModelError
 from shoal.parallel.axes import Axes
 from shoal.parallel.layout import Cut
@@ -98,10 +98,9 @@ class State:
             ModelError: As for `load`, on every rank.
         """
         world = self._axes.world
-        told: list[Any] = [{key: tuple(value.shape) for key, value in given.items()}]
+        shapes = {key: tuple(value.shape) for key, value in given.items()}
         if world.size > 1:
-            dist.broadcast_object_list(told, src=0)
-        shapes: dict[str, tuple[int, ...]] = told[0]
+            shapes = broadcast_value(shapes)
         self._require_fit(shapes, strict=True)
         takers = dict(self._takers(shapes))
         for key in shapes:

@@ -13,10 +13,10 @@ import torch
 # If an optimizer imports it while a gloo group exists, the process may abort at its exit: see
 # shoal/parallel/communication.py.
 import torch._dynamo
-import torch.distributed as dist
 
 from shoal.bench.world import Ranks
 from shoal.collectives.rendezvous import host_identity
+from shoal.collectives.values import all_gather_value
 from shoal.errors import ClusterError
 
 __all__ = ["Place"]
@@ -45,8 +45,7 @@ class Place:
         Raises:
             ClusterError: Hosts have unequal numbers of ranks, or their ranks do not follow one another.
         """
-        identities: list[Any] = [None] * ranks.count
-        dist.all_gather_object(identities, host_identity(os.environ))
+        identities = all_gather_value(host_identity(os.environ))
         hosts = tuple(
             tuple(rank for rank, other in enumerate(identities) if other == identity)
             for identity in dict.fromkeys(identities)
@@ -95,9 +94,7 @@ class Place:
 
     def gathered(self, value: Any) -> list[Any]:
         """Return the values that all ranks give, by rank."""
-        values: list[Any] = [None] * self.ranks.count
-        dist.all_gather_object(values, value)
-        return values
+        return all_gather_value(value)
 
 
 def _require_even(hosts: Sequence[Sequence[int]]) -> None:

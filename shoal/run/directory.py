@@ -7,6 +7,7 @@ memory/rank-*.json      the memory of each rank in one step
 checkpoints/step-*/     saved states
 servers/server-*.jsonl  what each parameter server applied, with its staleness
 decisions.jsonl         what exchange=auto, or the guard of stale gradients, decided, with reasons
+members.jsonl           ranks that were lost and came while others trained, with the time and the reason
 log/                    what each rank of a local run printed, and what loggers write
 """
 
@@ -16,6 +17,7 @@ import itertools
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +35,7 @@ _DESCRIPTION = "run.json"
 _NAMED_RUNS = 5
 
 
+@dataclass(frozen=True, repr=False)
 class Run:
     """A run directory; `Run.create` makes one, `Run.open` finds one.
 
@@ -40,8 +43,7 @@ class Run:
         path: The directory.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    path: Path
 
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
@@ -179,6 +181,11 @@ class Run:
     def decisions(self) -> list[Decision]:
         """Return the decisions about the exchange; empty for a run that decided nothing."""
         return read_decisions(self.decisions_file)
+
+    @property
+    def members_file(self) -> Path:
+        """Return the file of ranks that were lost and came; absent if none was lost."""
+        return self.path / "members.jsonl"
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the values of each step, by ascending step; see `read_metrics`."""

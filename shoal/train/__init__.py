@@ -15,6 +15,7 @@ from shoal.train.config import (
     ValidationConfig,
     load_config,
 )
+from shoal.train.elastic_saves import FOLDER, memory_folder
 from shoal.train.execute import execute
 from shoal.train.held_out import HeldOut
 from shoal.train.job import (
@@ -36,6 +37,7 @@ from shoal.train.result import StepResult
 from shoal.train.trainer import Trainer
 
 __all__ = [
+    "FOLDER",
     "BackgroundSaves",
     "CheckpointConfig",
     "HeldOut",
@@ -57,6 +59,7 @@ __all__ = [
     "load_config",
     "load_model",
     "located",
+    "memory_folder",
     "nothing_left_to_do",
     "resolve",
     "save",

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import pickle
+import os
 import sys
 from functools import partial
 from pathlib import Path
 
-from shoal.launch import find_world, run_rank
+from shoal.launch import Membership, find_world, run_rank
+from shoal.train.elastic import abort, execute_elastic
 from shoal.train.execute import execute
+from shoal.values import decode
 
 if __name__ == "__main__":
     world = find_world()
     assert world is not None
-    job = pickle.loads(Path(sys.argv[1]).read_bytes())
-    sys.exit(run_rank(world.rank, partial(execute, lambda: job, world)))
+    job = decode(Path(sys.argv[1]).read_bytes())
+    membership = Membership.found(os.environ, abort)
+    if membership is None:
+        work = partial(execute, lambda: job, world)
+    else:
+        work = partial(execute_elastic, job, world, membership)
+    sys.exit(run_rank(world.rank, work))

@@ -180,6 +180,10 @@ class CheckpointConfig(_Section):
     """
     keep: int = Field(default=2, gt=0)
     """Number of checkpoints to keep. The last one that verifies is never deleted."""
+    memory: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
+    """With `--nproc MIN:MAX`, steps between two checkpoints in the host's memory, from which ranks go on when
+    one is lost; 0 for none. "auto" lets training wait for a hundredth of its time for them.
+    """
     store: str = ""
     """Object store that each checkpoint is copied to behind the training, such as s3://bucket/runs/one (extra
     `store`); it keeps as many.

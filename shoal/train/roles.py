@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import secrets
 import socket
 import threading
@@ -27,6 +26,7 @@ from shoal.record import AppendFile
 from shoal.run import Run
 from shoal.server import Server, Servers
 from shoal.train.job import Job, nothing_left_to_do
+from shoal.values import decode, encode
 
 __all__ = ["Role", "joined_role", "serve", "take_role"]
 
@@ -97,8 +97,8 @@ def take_role(world: World, job: Job) -> Role:
     store = meet(world, timeout=job.config.timeout)
     if world.rank == 0:
         told = job, secrets.token_hex(16), nothing_left_to_do(job)
-        store.set("job", pickle.dumps(told).hex())
-    job, token, done = pickle.loads(bytes.fromhex(store.get("job").decode()))
+        store.set("job", encode(told).hex())
+    job, token, done = decode(bytes.fromhex(store.get("job").decode()))
     number, size = plan.exchanged.processes, plan.of_worker().ranks
     index, server = world.rank - plan.ranks, None
     if index >= 0:

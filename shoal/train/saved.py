@@ -9,10 +9,10 @@ from typing import Any, final
 import torch
 
 from shoal.checkpoint import Coordinator, Piece, attempt_together, read_manifest
-from shoal.parallel import Parallel
+from shoal.parallel import Parallel, title_of
 from shoal.train.portable import load_training, training_to_save
 from shoal.train.randomness import begin_anew, random_state, set_random_state
-from shoal.train.state import optimizer_pieces, pieces_to_save
+from shoal.train.state import optimizer_pieces, pieces_of_replica, pieces_to_save
 
 __all__ = ["SavedTraining"]
 
@@ -49,18 +49,30 @@ class SavedTraining:
         self, directory: Path, step: int, state: Mapping[str, Any]
     ) -> tuple[list[Piece], dict[str, Any]]:
         """See `Source.to_save`."""
-        settings = [
-            {key: value for key, value in now.items() if before.get(key) != value}
-            for now, before in zip(_settings_of(self._optimizer), self._settings, strict=True)
-        ]
         return training_to_save(
             f"cannot save step {step} in {directory}",
             self._parallel,
             self._optimizer,
-            {**state, **self._layout, "settings": settings},
+            {**state, **self._layout, "settings": self._changed_settings()},
             self._coordinator,
             {f"random.{name}": tensor for name, tensor in random_state().items()},
         )
+
+    def replica_to_save(self, state: Mapping[str, Any]) -> tuple[list[Piece], dict[str, Any]]:
+        """Return what a rank saves alone that holds all state: see `pieces_of_replica`.
+
+        A training that goes on from it seeds random generators anew.
+        """
+        layout = {"plan": "", "ranks": 1}
+        told = {"settings": self._changed_settings(), "optimizer": title_of(self._optimizer)}
+        return pieces_of_replica(self._parallel, self._optimizer), {**state, **layout, **told}
+
+    def _changed_settings(self) -> list[dict[str, Any]]:
+        """Return the settings of the optimizer's groups that have changed since it was made."""
+        return [
+            {key: value for key, value in now.items() if before.get(key) != value}
+            for now, before in zip(_settings_of(self._optimizer), self._settings, strict=True)
+        ]
 
     def pieces(self) -> list[Piece]:
         """See `Source.pieces`."""

@@ -93,6 +93,9 @@ class Saves:
         on_save: Called with each checkpoint.
         recorder: Recorder of the time for which training waits.
         coordinator: All ranks.
+
+    Attributes:
+        patience: Seconds to wait for other ranks' parts of a save after a rank was lost.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class Saves:
         self._on_save = on_save
         self._recorder = recorder
         self._coordinator = coordinator
+        self.patience = _LOST
         self._saver = Saver()
         self._staging = Staging()
         self._background: Background | None = None
@@ -208,7 +212,7 @@ class Saves:
             reason: The error that ends the training; None at its regular end.
         """
         if self._background is not None:
-            _end(self._background, _LOST if isinstance(reason, CommunicationError) else _OTHERS)
+            _end(self._background, self.patience if isinstance(reason, CommunicationError) else _OTHERS)
             self.poll()
 
     def _reserve(self, pieces: Sequence[Piece]) -> str:

@@ -78,8 +78,8 @@ class Saving:
         """Take note of the time of a step."""
         self._steps.append(seconds)
 
-    def save_if_due(self, before: int) -> None:
-        """Save, if a checkpoint is due; a failure is told, and training goes on.
+    def save_if_due(self, before: int) -> bool:
+        """Save, if a checkpoint is due; a failure is told, and training goes on. Return whether it was due.
 
         Args:
             before: The step after which this was asked last.
@@ -87,19 +87,20 @@ class Saving:
         step = self._trainer.step_count
         if self._config.every == "auto":
             if step - self._saved_at < self._interval:
-                return
+                return False
         elif not is_due(before, step, self._config.every):
-            return
+            return False
         self._saved_at = step
         self._begun += 1
         try:
             stalled = self._save_in_background() if self._is_beside else self._save_in_step()
         except CheckpointError as error:
             self._note_failure(step, error)
-            return
+            return True
         self._stalls.append(stalled)
         if self._config.every == "auto":
             self._choose_interval()
+        return True
 
     def save_at_end(self) -> Path:
         """Save while nothing else goes on, once the save before has ended, and return the checkpoint.

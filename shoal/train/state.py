@@ -44,6 +44,7 @@ __all__ = [
     "fixed_pieces",
     "optimizer_pieces",
     "optimizer_to_load",
+    "pieces_of_replica",
     "pieces_to_load",
     "pieces_to_save",
     "saved_buffers",
@@ -60,15 +61,22 @@ def pieces_to_save(parallel: Parallel, optimizer: torch.optim.Optimizer | None) 
     Raises:
         CheckpointError: The optimizer has state that a checkpoint cannot hold.
     """
-    pieces = [
-        _part(owned, f"model/{owned.name}", owned.parameter)
-        for owned in _share(parallel.owned)
-        if owned.start < owned.stop
-    ]
+    pieces = _model_pieces(_share(parallel.owned))
     if optimizer is not None:
         pieces += optimizer_pieces(parallel, optimizer)
     pieces += _fixed(parallel.buffers_to_save())
     return pieces + [_frozen_piece(frozen) for frozen in parallel.frozen if frozen.is_first_copy]
+
+
+def pieces_of_replica(parallel: Parallel, optimizer: torch.optim.Optimizer) -> list[Piece]:
+    """Return the pieces of all state, where this rank holds all of it: a replica that nothing is cut from.
+
+    Raises:
+        CheckpointError: The optimizer has state that a checkpoint cannot hold.
+    """
+    pieces = _model_pieces(parallel.owned) + _optimizer_pieces(parallel, optimizer, list)
+    pieces += _fixed(parallel.saved_buffers())
+    return pieces + [_frozen_piece(frozen) for frozen in parallel.frozen]
 
 
 def optimizer_pieces(parallel: Parallel, optimizer: torch.optim.Optimizer) -> list[Piece]:
@@ -77,10 +85,22 @@ def optimizer_pieces(parallel: Parallel, optimizer: torch.optim.Optimizer) -> li
     Raises:
         CheckpointError: The optimizer has state that a checkpoint cannot hold.
     """
+    return _optimizer_pieces(parallel, optimizer, _share)
+
+
+def _model_pieces(places: Sequence[Owned]) -> list[Piece]:
+    return [
+        _part(owned, f"model/{owned.name}", owned.parameter) for owned in places if owned.start < owned.stop
+    ]
+
+
+def _optimizer_pieces(
+    parallel: Parallel, optimizer: torch.optim.Optimizer, share: Callable[[Sequence[Owned]], list[Owned]]
+) -> list[Piece]:
     return [
         piece
         for part, places in parts_of(optimizer, parallel.owned)
-        for owned in _share(places)
+        for owned in share(places)
         if owned.start < owned.stop
         for piece in _pieces_of_state(owned, part.state.get(owned.parameter, {}))
     ]

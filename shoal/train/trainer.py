@@ -101,7 +101,7 @@ class Trainer:
         position: Samples consumed, over all ranks: the state of the data.
         skips: Counts of skipped steps, in total and in a row.
         workers: The course of the training, of which this rank's worker makes its part.
-        saves: Its checkpoints, and the one that is saved beside it.
+        saved, saves: What its checkpoints hold; its checkpoints, and the one that is saved beside it.
 
     Raises:
         PlanError: The Plan does not fit the ranks or the batch.
@@ -181,8 +181,8 @@ class Trainer:
         axes, number = self.parallel.axes, of_all // batch
         self.workers = Workers(self.optimizer, number, steps, batch, axes=axes, seed=seed)
         text = str(self.plan if servers is None else whole)
-        self._saved = SavedTraining(self.parallel, self.optimizer, self.coordinator, plan=text, seed=seed)
-        self.saves = Saves(self._saved, self._listeners.saved, self._recorder, self.coordinator)
+        self.saved = SavedTraining(self.parallel, self.optimizer, self.coordinator, plan=text, seed=seed)
+        self.saves = Saves(self.saved, self._listeners.saved, self._recorder, self.coordinator)
         microbatch = self.plan.microbatch
         self._passes = Passes(
             self.parallel,
@@ -314,7 +314,7 @@ class Trainer:
             CheckpointError: It could not be written; training can go on.
             ConfigError: There is neither a directory nor a Run.
         """
-        return self.saves.now(*self._to_save(directory, extra))
+        return self.saves.now(*self.to_save(directory, extra))
 
     def save_in_background(
         self, directory: Path | None = None, extra: Extra = None, *, keep: int = 0, told: Told = None
@@ -328,13 +328,13 @@ class Trainer:
             keep: Number of newest checkpoints in the directory that stay; 0 keeps all.
             told: Called with the end of the save, in place of a warning if it failed.
         """
-        return self.saves.begin(*self._to_save(directory, extra), keep, told)
+        return self.saves.begin(*self.to_save(directory, extra), keep, told)
 
     def finish_saving(self) -> None:
         """Wait until the save in the background has ended, if there is one."""
         self.saves.finish()
 
-    def _to_save(self, directory: Path | None, extra: Extra) -> tuple[Path, int, dict[str, Any]]:
+    def to_save(self, directory: Path | None, extra: Extra) -> tuple[Path, int, dict[str, Any]]:
         """Return the arguments of `Saves`, after the last step."""
         self.settle()
         state = {
@@ -353,7 +353,7 @@ class Trainer:
         Raises:
             CheckpointError: The optimizer has state that a checkpoint cannot hold.
         """
-        self._saved.require_savable()
+        self.saved.require_savable()
 
     def load(self, checkpoint: Path) -> Mapping[str, Any]:
         """Load the state of a checkpoint, which any number of ranks under any Plan may have saved.
@@ -370,7 +370,7 @@ class Trainer:
         """
         self.settle()
         self.finish_saving()
-        state = self._saved.load(checkpoint)
+        state = self.saved.load(checkpoint)
         self.step_count, self.position = state["step"], state["position"]
         self.skips.total, self.skips.in_a_row = state["skipped"]
         if self._guide is not None:

@@ -6,8 +6,8 @@ import tempfile
 from contextlib import nullcontext
 
 import torch
-import torch.distributed as dist
 
+from shoal.collectives.values import broadcast_value
 from shoal.errors import TrainingError, UserError
 from shoal.models.task import Task
 from shoal.parallel import Parallel, parallelize
@@ -66,11 +66,9 @@ def _resumed(
     resumed = make_optimizer(again.parameters(), parallel.plan.precision)
     world = parallel.axes.world
     with tempfile.TemporaryDirectory() if world.index == 0 else nullcontext("") as folder:
-        told = [folder]
-        if world.size > 1:
-            dist.broadcast_object_list(told, src=0)
-        save(told[0], parallel, optimizer)
-        load(told[0], again, resumed)  # all ranks have read it when it returns on one
+        common = broadcast_value(folder) if world.size > 1 else folder
+        save(common, parallel, optimizer)
+        load(common, again, resumed)  # all ranks have read it when it returns on one
     return again, resumed
 
 

@@ -1,0 +1,208 @@
+"""Which processes train together, where ranks may be lost and come: generations of members.
+
+A member is a process, with a number that it keeps. A generation is a list of members; a member's place in it
+is its rank. The launcher alone makes generations, and puts each into the store of the ranks:
+
+    launcher                               members
+      generation 0: members 0, 1, 2 ------> form a group, train
+      member 1 dies
+      generation 1: members 0, 2 ---------> leave the group at once, form another, go on from the newest state
+      starts member 1 again
+             <----------------------------- member 1 is ready
+      generation 2: members 0, 1, 2 ------> finish their step, save, form another group, go on
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+__all__ = ["Generation", "Membership", "Roster"]
+
+MEMBER = "SHOAL_MEMBER"
+"""Environment variable: the number of a member. It is set where members may be lost and come."""
+
+AFTER = "SHOAL_AFTER"
+"""Environment variable: the generation that was newest when the member was started; "-1" for none."""
+
+_PREFIX = "members"
+_NEWEST = "newest"
+_LOOK = 0.02  # seconds between two looks at the store
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The members that train together.
+
+    Attributes:
+        number: Its number, from 0.
+        members: The members, by rank.
+        is_broken: Whether a member of the generation before was lost, so that its group cannot go on.
+    """
+
+    number: int
+    members: Sequence[int]
+    is_broken: bool = False
+
+
+@final
+class Roster:
+    """The launcher's side: makes generations.
+
+    Args:
+        store: The store of the ranks.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = PrefixStore(_PREFIX, store)
+        self.newest = -1
+
+    def announce(self, members: Sequence[int], *, is_broken: bool) -> None:
+        """Make a generation of these members."""
+        self.newest += 1
+        told = {"members": list(members), "is_broken": is_broken}
+        self._store.set(f"generation {self.newest}", json.dumps(told))
+        self._store.set(_NEWEST, str(self.newest))
+
+    def expect(self, member: int) -> None:
+        """Forget that a member was ready: it is started again."""
+        self._store.delete_key(_ready(member))
+
+    def is_ready(self, member: int) -> bool:
+        """Whether a member that was started has come."""
+        return bool(self._store.check([_ready(member)]))
+
+
+@final
+class Membership:
+    """A member's side: knows the newest generation, and ends the communication of one that is broken.
+
+    Attributes:
+        member: The number of this process.
+        generation: The generation that this process is in, once `join` was called.
+
+    Args:
+        member: The number of this process.
+        connect: Returns a connection to the store of the ranks; each call returns another one.
+        after: The generation that was newest when the process was started; -1 for none.
+        abort: Ends all communication of this process, from another thread.
+    """
+
+    def __init__(
+        self, member: int, connect: Callable[[], Store], after: int, abort: Callable[[], object]
+    ) -> None:
+        self.member = member
+        self.generation = Generation(after, ())
+        self._store = PrefixStore(_PREFIX, connect())
+        self._abort = abort
+        self._newer: Generation | None = None
+        self._entered = after
+        self._is_closed = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._watch, name="shoal-membership", daemon=True)
+
+    @classmethod
+    def found(cls, environment: Mapping[str, str], abort: Callable[[], object]) -> Membership | None:
+        """Return the membership that the environment describes; None if this process is no member."""
+        if MEMBER not in environment:
+            return None
+        host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+
+        def connect() -> Store:
+            return TCPStore(host, port, is_master=False, wait_for_workers=False)
+
+        return cls(int(environment[MEMBER]), connect, int(environment[AFTER]), abort)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is a newer generation, so that training should stop after this step."""
+        return self._newer is not None
+
+    def ready(self) -> None:
+        """Tell the launcher that this process can train, and begin to watch."""
+        self._store.set(_ready(self.member), "")
+        self._thread.start()
+
+    def next(self, seconds: float) -> Generation | None:
+        """Enter the newest generation with this member, once all members of a newer one are here.
+
+        So no member forms a group and waits in vain for others that have gone to a newer generation.
+
+        Args:
+            seconds: Time to wait for it.
+
+        Returns:
+            The generation; None if none came in time.
+        """
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            own = self.generation
+            if self.member in own.members and own.number != self._entered and self._is_here(own):
+                self._entered = own.number
+                return own
+            newest = self._newest()
+            if newest is not None and newest.number > own.number:
+                with self._lock:
+                    self.generation, self._newer = newest, None
+                self._store.set(_here(newest.number, self.member), "")
+                until = time.monotonic() + seconds
+                continue
+            time.sleep(_LOOK)
+        return None
+
+    def leads_next(self, seconds: float) -> bool:
+        """Wait for the next generation, and return whether this member is its first one.
+
+        Args:
+            seconds: Time to wait for it.
+        """
+        until = time.monotonic() + seconds
+        while self._newer is None and time.monotonic() < until:
+            time.sleep(_LOOK)
+        newer = self._newer
+        return newer is not None and next(iter(newer.members), None) == self.member
+
+    def close(self) -> None:
+        """End the watch."""
+        self._is_closed.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        """Note newer generations; end the communication of one that is broken."""
+        with contextlib.suppress(RuntimeError):  # the launcher is gone, and this process ends with it
+            while not self._is_closed.wait(_LOOK):
+                newest = self._newest()
+                with self._lock:
+                    if newest is None or newest.number <= self.generation.number:
+                        continue
+                    is_known = self._newer is not None and self._newer.number == newest.number
+                    self._newer = newest
+                    if newest.is_broken and not is_known and self._entered == self.generation.number:
+                        self._abort()
+
+    def _is_here(self, generation: Generation) -> bool:
+        return bool(self._store.check([_here(generation.number, member) for member in generation.members]))
+
+    def _newest(self) -> Generation | None:
+        if not self._store.check([_NEWEST]):
+            return None
+        number = int(self._store.get(_NEWEST))
+        told = json.loads(self._store.get(f"generation {number}"))
+        return Generation(number, tuple(told["members"]), bool(told["is_broken"]))
+
+
+def _here(generation: int, member: int) -> str:
+    return f"{generation} has {member}"
+
+
+def _ready(member: int) -> str:
+    return f"ready {member}"

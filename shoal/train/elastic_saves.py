@@ -1,0 +1,153 @@
+"""Checkpoints in the host's memory: what members of a training go on from when one of them is lost.
+
+They are ordinary checkpoints in a folder of the memory file system, so any other Plan can load them, and they
+outlive the process that wrote them. They are not for a host that is lost: its memory goes with it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any, final
+
+from shoal.checkpoint import (
+    Coordinator,
+    Ended,
+    Saver,
+    SingleProcess,
+    checkpoints,
+    newest_verified,
+    step_of,
+)
+from shoal.errors import CheckpointError
+from shoal.train.trainer import Trainer
+
+__all__ = ["FOLDER", "MemorySaves", "memory_folder", "newest_state"]
+
+FOLDER = "SHOAL_MEMORY_FOLDER"
+"""Environment variable: the folder of these checkpoints."""
+
+_MEMORY = Path("/dev/shm")
+_PREFIX = "shoal-members-"
+_SHARE = 0.01  # of the time of steps that saves may take with every = "auto"
+_PATIENCE = 0.1  # seconds for other ranks' parts of a save after a rank was lost: others wait for this one
+_KEPT = 16  # steps and saves whose median counts
+
+
+@contextmanager
+def memory_folder() -> Iterator[Path | None]:
+    """Make a folder in this host's memory, and remove it after the context; None if there is no such memory.
+
+    Folders whose process is gone are removed too: it was killed.
+    """
+    if not _MEMORY.is_dir():
+        yield None
+        return
+    for left in _MEMORY.glob(f"{_PREFIX}*"):
+        owner = left.name.removeprefix(_PREFIX).partition("-")[0]
+        if owner.isdecimal() and not Path("/proc", owner).exists():
+            shutil.rmtree(left, ignore_errors=True)
+    folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=_MEMORY)
+    try:
+        yield Path(folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def newest_state(
+    directories: list[Path], coordinator: Coordinator, say: Callable[[str], object]
+) -> Path | None:
+    """Return the newest checkpoint of some directories that verifies; all ranks call it together."""
+    found = [path for directory in directories for path in checkpoints(directory)]
+    return newest_verified(sorted(found, key=step_of, reverse=True), coordinator, say)
+
+
+@final
+class MemorySaves:
+    """Save the state into the host's memory while training goes on; all ranks call each method together.
+
+    Args:
+        trainer: The Trainer.
+        every: Steps between two saves, 0 for none; "auto" lets steps wait for a hundredth of their time.
+        directory: The folder in memory.
+        extra: A JSON object to keep with each checkpoint.
+        coordinator: All ranks.
+        say: Told of failures.
+
+    Attributes:
+        directory: The folder in memory.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        every: int | str,
+        directory: Path,
+        extra: Mapping[str, Any],
+        coordinator: Coordinator,
+        say: Callable[[str], object],
+    ) -> None:
+        self._trainer = trainer
+        self._every = every
+        self.directory = directory
+        self._extra = extra
+        self._coordinator = coordinator
+        self._say = say
+        self._interval = 1 if every == "auto" else int(every)
+        self._saved_at = -math.inf  # the first step is saved
+        self._seconds: list[float] = []
+        self._stalls: list[float] = []
+        self._behind = 0.0
+        trainer.saves.patience = _PATIENCE
+
+    def stepped(self, seconds: float) -> None:
+        """Take note of the time of a step."""
+        self._seconds = [*self._seconds[1 - _KEPT :], seconds]
+
+    def save_if_due(self) -> None:
+        """Begin to save, if the last save is long enough ago; a failure is told, and training goes on."""
+        step = self._trainer.step_count
+        if not self._interval or step - self._saved_at < self._interval:
+            return
+        self._saved_at = step
+        try:
+            begun = self._trainer.save_in_background(self.directory, self._extra, keep=1, told=self._ended)
+        except CheckpointError as error:
+            self._say(f"warning: step {step} was not saved in memory: {error}")
+            return
+        self._stalls = [*self._stalls[1 - _KEPT :], begun.stalled]
+        if self._every == "auto":
+            mine = median(self._stalls), median(self._seconds), self._behind
+            told = self._coordinator.all_gather_object(mine)
+            stalled, seconds, behind = map(max, zip(*told, strict=True))
+            self._interval = max(1, math.ceil(max(stalled / _SHARE, behind) / seconds))
+
+    def save_now(self) -> None:
+        """Save before the members change; all go on from this.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        self._trainer.finish_saving()
+        self._trainer.save(self.directory, self._extra)
+
+    def save_replica(self) -> None:
+        """Save the state that this rank has, where it has all of it, after other ranks were lost.
+
+        Raises:
+            CheckpointError: It could not be written.
+        """
+        directory, step, state = self._trainer.to_save(self.directory, self._extra)
+        pieces, kept = self._trainer.saved.replica_to_save(state)
+        Saver().save(directory, step, pieces, kept, SingleProcess())
+
+    def _ended(self, ended: Ended) -> None:
+        self._behind = ended.seconds
+        if ended.error is not None:
+            self._say(f"warning: step {ended.step} was not saved in memory: {ended.error}")

@@ -1,0 +1,380 @@
+"""The execution of a job on one rank: build, train step by step, save, report."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import warnings
+from pathlib import Path
+from typing import Any, final
+
+import torch
+
+from shoal.checkpoint import (
+    Coordinator,
+)
+from shoal.data import Corpus, MixedCorpus
+from shoal.errors import (
+    CheckpointError,
+    ConfigError,
+    TrainingError,
+)
+from shoal.launch import EXIT_STOPPED, Membership, StopSignal, World
+from shoal.plan import Plan
+from shoal.record import (
+    Loggers,
+    MetricsWriter,
+    NullRecorder,
+    Recorder,
+    ShiftedRecorder,
+    TensorBoardLogger,
+    open_recorder,
+)
+from shoal.run import Decision, Run, write_decision
+from shoal.train.classes import prepared
+from shoal.train.compiling import Compiling
+from shoal.train.config import describe_config
+from shoal.train.describe import describe, new_parameters_text, passed_over_text, since_step
+from shoal.train.elastic_saves import FOLDER, MemorySaves, newest_state
+from shoal.train.first_weights import begin_from
+from shoal.train.held_out import HeldOut, accuracy
+from shoal.train.job import Job
+from shoal.train.live import LiveLine, summary
+from shoal.train.located import first_model
+from shoal.train.offloading import offload_folder
+from shoal.train.out_of_memory import does_not_fit, is_out_of_memory
+from shoal.train.randomness import nondeterministic_operator
+from shoal.train.rate_change import rate_change_of
+from shoal.train.result import StepResult
+from shoal.train.roles import Role
+from shoal.train.saving import Saving, is_due
+from shoal.train.step_memory import MemoryRecord
+from shoal.train.taking_up import go_on
+from shoal.train.trainer import Trainer
+from shoal.train.uploading import Uploading
+from shoal.train.workers import Workers
+from shoal.units import format_count
+
+__all__ = ["Execution", "Regroup"]
+
+_LOST = 20.0  # seconds in which the launcher notes that a rank is lost
+
+
+class Regroup(Exception):  # noqa: N818, it tells of no error
+    """The members of the training change: its state is saved, and another group of ranks goes on from it."""
+
+
+@final
+class Execution:
+    """The execution of a job on one rank, from its first step here to its last."""
+
+    def __init__(
+        self,
+        job: Job,
+        world: World,
+        device: torch.device,
+        coordinator: Coordinator,
+        role: Role | None = None,
+        membership: Membership | None = None,
+    ) -> None:
+        self._job = job
+        self._config = job.config
+        self._world = world
+        self._role = role
+        self._membership = membership
+        self._servers = None if role is None else role.servers()
+        self._workers: Workers | None = None  # until the Trainer is made
+        self._looked_at = 0  # the step after which was last looked what is due
+        self._device = device
+        self._coordinator = coordinator
+        self._is_stopped = False  # whether a rank asked to stop
+        self._uploading: Uploading | None = None
+        self._is_savable = False  # as far as known: an optimizer has no state before its first step
+        self._live = LiveLine(self._config.steps, self._config.record.live)
+
+        corpus = self._prepare_data()
+        model = first_model(self._config, device)
+        unit = "text" if corpus.labels else "byte" if corpus.tokenizer.name == "bytes" else "token"
+        self._described = describe(job, model, device, f"nats a {unit}")
+        if self._is_first and not job.goes_on:
+            Run.create(job.path, self._described)
+        if role is not None:
+            role.wait_for_run()
+        self._meet()
+        self._run = Run.open(job.path)
+        recorder = self._open_recorder(device)
+        self._recorder = recorder
+        memory = self._run.memory_file(self._number) if self._config.record.memory else None
+        self._memory = MemoryRecord(memory, self._number, self._say)
+        self._validation = corpus.samples("validation", self._config.sequence)
+        self._trainer = Trainer(
+            model,
+            corpus.samples("train", self._config.sequence),
+            job.plan,
+            batch=self._config.batch,
+            steps=self._config.steps,
+            optimizer=self._config.optimizer,
+            seed=self._config.seed,
+            device=device,
+            recorder=recorder,
+            sequence=self._config.sequence,
+            on_step=self._take_result,
+            on_save=self._upload,
+            on_decision=self._take_decision,
+            held_out=HeldOut(self._validation, functions={"accuracy": accuracy}),
+            servers=self._servers,
+            offload_folder=offload_folder(self._config, job.path),
+        )
+        self._workers = self._trainer.workers
+        # These must stay unchanged when the run goes on, so that each sample is seen once an epoch.
+        self._data = {
+            "fingerprint": corpus.fingerprint,
+            "sequence": self._config.sequence,
+            "seed": self._config.seed,
+        }
+        self._saving = Saving(
+            self._trainer,
+            self._config.checkpoint,
+            self._run.checkpoints,
+            {"data": self._data},
+            self._coordinator,
+            self._say,
+        )
+        self._in_memory = None if membership is None else self._saves_in_memory()
+        self._loggers = self._open_loggers()
+        self._compiling = Compiling(self._say)
+
+    def run(self, stop: StopSignal) -> int:
+        """Train to the last step, or until stopped; return the exit code."""
+        try:
+            self._take_up()
+            self._looked_at = self._trainer.step_count
+            self._saving.begin()
+            stop.heed()
+            self._say(self._opening())
+            while self._trainer.step_count < self._config.steps:
+                self._step(stop)
+                if self._is_stopped and self._trainer.step_count < self._config.steps:
+                    if self._in_memory is not None and not self._is_asked_to_stop(stop):
+                        self._in_memory.save_now()
+                        raise Regroup
+                    if self._trainer.workers.leads:
+                        path = self._saving.save_at_end()
+                        self._say(f"stopped by a signal; saved {path}; go on with --resume {self._run.path}")
+                    return EXIT_STOPPED
+                self._do_what_is_due()
+            self._trainer.settle()
+            if self._trainer.workers.retire():
+                self._do_what_is_due()
+            self._trainer.workers.leave()
+            self._recorder.close()  # the summary reads the timelines of all ranks
+            self._trainer.close()
+            self._meet()
+            if self._is_first:
+                self._live.say("")
+                with contextlib.suppress(
+                    OSError
+                ):  # all is saved: if the reader of the output is gone, only the summary is lost
+                    print(summary(self._run, self._saving.summary()), flush=True)
+            return 0
+        finally:
+            self._trainer.close()
+            self._recorder.close()
+            self._loggers.close()
+            self._compiling.close()
+            if self._uploading is not None:
+                self._uploading.close()
+            if self._servers is not None:
+                self._servers.close()
+
+    def _step(self, stop: StopSignal) -> None:
+        """Make a step. If too many were skipped, save the state after them: a resume goes on there."""
+        self._compiling.begin_step()
+        try:
+            changes = self._membership is not None and self._membership.is_due
+            self._make_step(stop=changes or stop.received is not None)
+            self._compiling.stepped(self._trainer.step_count)
+        except TrainingError:
+            with contextlib.suppress(CheckpointError):
+                self._trainer.save(self._run.checkpoints, {"data": self._data})
+            raise
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                given = self._config, self._trainer.plan, self._job.cluster, self._number
+                raise does_not_fit(*given, self._trainer.step_count + 1, error) from error
+            if not isinstance(error, RuntimeError):
+                raise
+            if self._config.deterministic and (operator := nondeterministic_operator(error)):
+                raise ConfigError(
+                    f"deterministic=true was given, and {operator} has no deterministic form on "
+                    f"{self._device.type}",
+                    possible="operators that are deterministic there, or deterministic=false",
+                    change="leave out deterministic=true, or use another operator in the model",
+                ) from error
+            raise
+
+    def _make_step(self, *, stop: bool) -> None:
+        trainer = self._trainer
+        with self._memory.step(trainer.parallel, trainer.optimizer, trainer.step_count + 1):
+            trainer.step(stop=stop)
+
+    def _take_result(self, result: StepResult) -> None:
+        """Take note of a step's result; on a GPU it comes while the next step runs."""
+        self._is_stopped |= result.stop
+        self._saving.stepped(result.seconds)
+        if self._in_memory is not None:
+            self._in_memory.stepped(result.seconds)
+        if not (self._is_savable or result.skipped):
+            self._trainer.require_savable()
+            self._saving.prepare()
+            self._is_savable = True
+        if not self._is_first:
+            return
+        self._loggers.log(result.step, result.values())
+        if result.skipped:
+            self._say(f"step {result.step} is skipped: it has {result.skipped}")
+        self._live.show(result)
+
+    def _take_decision(self, decision: Decision) -> None:
+        """Keep and tell a decision about the exchange."""
+        if self._is_first:
+            write_decision(self._run.decisions_file, decision)
+        self._say(str(decision))
+
+    def _do_what_is_due(self) -> None:
+        workers, before = self._trainer.workers, self._looked_at
+        if not workers.has_merged:
+            return
+        step = self._looked_at = self._trainer.step_count
+        last = self._config.steps
+        if not workers.leads:
+            return
+        if step == last or is_due(before, step, self._config.validation.every):
+            functions = {"accuracy": accuracy} if self._config.data.label else {}
+            values = self._trainer.evaluate(self._validation, self._config.validation.samples, functions)
+            self._loggers.log(step, {f"validation_{name}": value for name, value in values.items()})
+            told = ", ".join(f"{name} {value:.3f}" for name, value in values.items())
+            self._say(f"step {step}/{last}  validation {told}")
+        if step == last:
+            self._saving.save_at_end()
+        elif not self._saving.save_if_due(before) and self._in_memory is not None:
+            self._in_memory.save_if_due()
+
+    def _upload(self, checkpoint: Path) -> None:
+        """Copy a checkpoint that is complete to the object store, if there is one."""
+        if self._is_first and self._config.checkpoint.store and checkpoint.parent == self._run.checkpoints:
+            self._uploading = self._uploading or Uploading(self._config.checkpoint, self._say)
+            self._uploading.saved(checkpoint)
+
+    def _take_up(self) -> None:
+        """Load what the job resumes or begins from, if anything, and describe the run as it is now."""
+        resume, init = self._job.resume, self._config.init
+        if resume is not None:
+            if self._in_memory is not None and resume.checkpoint is None:
+                places = [self._in_memory.directory, resume.run.checkpoints]
+                newest = newest_state(places, self._coordinator, self._say)
+                resume = dataclasses.replace(resume, checkpoint=newest)
+            path = go_on(self._trainer, resume, self._data, self._coordinator, self._say)
+            begins = "there is no sound checkpoint: training starts from the beginning"
+            self._say(f"goes on from {path}" if path else begins)
+            if path and self._is_first:
+                made = self._trainer.step_count
+                if text := rate_change_of(resume.run, self._config, made):
+                    self._say(text)
+        if init and self._trainer.step_count == 0:
+            begin_from(self._trainer, init)
+            self._say(f"begins from the weights of {init}")
+        # Only now, so that a configuration that does not fit the run leaves it unchanged.
+        if self._is_first:
+            self._run.describe(self._resolved())
+
+    def _resolved(self) -> dict[str, Any]:
+        """Return the run's description, with the stages that the model was cut into."""
+        now = {**self._described, "plan": str(self._plan)}
+        if not self._job.goes_on:
+            return now
+        before = self._run.description
+        since = since_step(before, now, self._trainer.step_count + 1)
+        return {**now, "created": before["created"], "since_step": since}
+
+    def _saves_in_memory(self) -> MemorySaves:
+        folder = os.environ.get(FOLDER)
+        directory = Path(folder) if folder else self._run.checkpoints
+        every = self._config.checkpoint.memory if folder else 0
+        given = {"data": self._data}, self._coordinator, self._say
+        return MemorySaves(self._trainer, every, directory, *given)
+
+    def save_replica(self) -> None:
+        """Keep the last step's state after a rank was lost, if this rank has all of it and will be first."""
+        plan = self._trainer.plan
+        is_whole = plan.dp == plan.ranks and plan.shard == "none" and plan.exchange in ("bucketed", "naive")
+        if self._membership is None or self._in_memory is None or not is_whole or not self._is_savable:
+            return
+        leads = self._membership.leads_next(_LOST)
+        if leads:
+            with contextlib.suppress(CheckpointError):  # then an older state counts
+                self._in_memory.save_replica()
+
+    def _is_asked_to_stop(self, stop: StopSignal) -> bool:
+        """Return whether all ranks were asked to stop, and not some of them to leave; on all ranks."""
+        return all(self._coordinator.all_gather_object(stop.received is not None))
+
+    def _opening(self) -> str:
+        model, device = self._described["model"], self._described["device"]
+        return (
+            f"run {self._run.path}: {model['name']} with "
+            f"{format_count(model['parameters'])} parameters on {self._job.plan.ranks} "
+            f"{device['type']} rank{'s' if self._job.plan.ranks > 1 else ''}, Plan {self._plan}\n"
+            f"{describe_config(self._config)}{passed_over_text(self._job.passed_over)}"
+            f"{'' if self._job.goes_on else new_parameters_text(self._described)}"
+        )
+
+    @property
+    def _plan(self) -> Plan:
+        """The Plan, with the stages that the model was cut into if all ranks share a process group."""
+        return self._trainer.parallel.plan if self._role is None else self._job.plan
+
+    def _prepare_data(self) -> Corpus | MixedCorpus:
+        """Tokenize once per host: the first rank there does it, the others find it done."""
+        if self._world.local_rank == 0:
+            prepared(self._config)
+        self._meet()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the first call has given them already
+            return prepared(self._config)
+
+    def _open_recorder(self, device: torch.device) -> Recorder:
+        if not self._config.record.timeline:
+            return NullRecorder()
+        rank, first = self._number, self._number - self._world.rank
+        recorder = open_recorder(self._run.timeline_file(rank), rank, device, say=self._live.say)
+        return ShiftedRecorder(recorder, first) if first else recorder
+
+    def _open_loggers(self) -> Loggers:
+        if self._world.rank != 0:
+            return Loggers([])
+        writers = [MetricsWriter(self._run.metrics_file, say=self._live.say)]
+        if self._config.record.tensorboard:
+            return Loggers([*writers, TensorBoardLogger(self._run.log / "tensorboard")], say=self._live.say)
+        return Loggers(writers, say=self._live.say)
+
+    @property
+    def _number(self) -> int:
+        """Number of this rank among those of all workers."""
+        return self._world.rank + (0 if self._role is None else self._role.first_rank)
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether this is the rank that reports and writes what all share."""
+        if self._role is not None and (self._workers is None or self._workers.is_alone):
+            return self._role.is_first
+        return self._world.rank == 0 and (self._workers is None or self._workers.leads)
+
+    def _meet(self) -> None:
+        """Return once all ranks have come here."""
+        self._coordinator.all_gather_object(None)
+
+    def _say(self, text: str) -> None:
+        if self._is_first:
+            self._live.say(text)

@@ -1,0 +1,96 @@
+"""Generations of members: the launcher makes them, and all members enter the same ones."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+from torch._C._distributed_c10d import HashStore
+
+from shoal.launch.membership import Membership, Roster
+
+
+def members_of(store, count, after=-1, abort=lambda: None):
+    return [Membership(member, lambda: store, after, abort) for member in range(count)]
+
+
+def entered(memberships, seconds=10):
+    """What each member enters, if all look at once."""
+    found = {}
+    threads = [
+        threading.Thread(target=lambda each=each: found.update({each.member: each.next(seconds)}))
+        for each in memberships
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_all_members_enter_a_generation_together():
+    store = HashStore()
+    roster, members = Roster(store), members_of(store, 3)
+    roster.announce([0, 1, 2], is_broken=False)
+    found = entered(members)
+    assert {each.number for each in found.values()} == {0}
+    roster.announce([2, 0], is_broken=True)
+    assert entered([members[0]], 0.1)[0] is None  # member 2 is not here yet
+    found = entered([members[0], members[2]])
+    assert [found[member].members.index(member) for member in (0, 2)] == [1, 0]
+
+
+def test_members_that_come_at_any_time_do_not_enter_different_generations():
+    """Members are slow, and generations follow each other: whoever enters one finds all its members there."""
+    generator = random.Random(0)
+    store, log, lock = HashStore(), [], threading.Lock()
+    roster, members = Roster(store), members_of(store, 4)
+    last = 12
+
+    def live(membership):
+        own = random.Random(membership.member)
+        while membership.generation.number < last:
+            found = membership.next(20)
+            assert found is not None
+            with lock:
+                log.append((found.number, membership.member))
+            time.sleep(own.random() * 0.03)
+
+    threads = [threading.Thread(target=live, args=[each]) for each in members]
+    for thread in threads:
+        thread.start()
+    for _ in range(last + 1):
+        roster.announce([0, 1, 2, 3], is_broken=False)
+        time.sleep(generator.random() * 0.05)
+    for thread in threads:
+        thread.join()
+    by_generation = {number: {member for each, member in log if each == number} for number, _ in log}
+    assert all(found == {0, 1, 2, 3} for found in by_generation.values())
+    assert last in by_generation
+
+
+def test_a_broken_generation_ends_communication_once_and_one_that_grows_does_not():
+    store, aborted = HashStore(), []
+    roster = Roster(store)
+    (member,) = members_of(store, 1, abort=lambda: aborted.append(1))
+    roster.announce([0], is_broken=False)
+    member.ready()
+    assert roster.is_ready(0)
+    assert member.next(10).number == 0
+    roster.announce([0], is_broken=False)
+    until = time.monotonic() + 10
+    while not member.is_due and time.monotonic() < until:
+        time.sleep(0.01)
+    assert member.is_due
+    assert not aborted
+    assert member.next(10).number == 1
+    assert not member.is_due
+    roster.announce([0], is_broken=True)
+    assert member.leads_next(10)
+    until = time.monotonic() + 10
+    while not aborted and time.monotonic() < until:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    assert len(aborted) == 1
+    member.close()

@@ -1,0 +1,166 @@
+"""Ranks that are lost while others train: `shoal train --nproc MIN:MAX`, with real processes and faults."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.launch import EXIT_STOPPED
+from shoal.plan import Plan, SettledPlan
+from shoal.run import Run
+from shoal.train import Job, TrainConfig
+from shoal.train.elastic import job_for
+
+STEPS, FAULT = 12, 6
+
+# The schedule is called at the beginning of each step, on every rank.
+FAULTS = f"""
+import os, signal, sys, time
+
+def begin(step, steps):
+    member, is_first = os.environ.get("SHOAL_MEMBER"), os.environ.get("SHOAL_AFTER") == "-1"
+    fault = os.environ.get("FAULT", "")
+    if step == {FAULT} and member == os.environ.get("WHO", "1") and (is_first or fault == "always"):
+        if fault in ("kill", "always"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "segfault":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        if fault == "exit":
+            os._exit(3)
+        if fault == "exception":
+            raise RuntimeError("a fault of this rank")
+        if fault == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if fault == "leave":
+            os.kill(os.getpid(), signal.SIGTERM)
+    if step == {FAULT} and member == "0" and fault == "stop all" and is_first:
+        os.kill(int(os.environ["LAUNCHED_BY"]), signal.SIGTERM)
+        time.sleep(0.2)
+    return 1.0
+"""
+
+
+class Trained:
+    """A finished `shoal train`."""
+
+    def __init__(self, folder: Path, tiny_run, *words: str, fault: str = "", who: str = "1") -> None:
+        (folder / "faults_at_home.py").write_text(FAULTS)
+        program = (
+            "import os, sys; os.environ['LAUNCHED_BY'] = str(os.getpid()); "
+            "from shoal.cli.main import main; sys.exit(main())"
+        )
+        own = ["--set", f"steps={STEPS}", "--set", "optimizer.schedule=faults_at_home:begin", "--run", "one"]
+        ended = subprocess.run(
+            [sys.executable, "-c", program, "train", *tiny_run, *own, *words],
+            cwd=folder,
+            env={**os.environ, "FAULT": fault, "WHO": who, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=500,
+        )
+        self.code, self.told = ended.returncode, ended.stderr
+        self.losses = {}
+        if (folder / "one" / "run.json").exists():
+            self.losses = {
+                each["step"]: each["loss"] for each in Run.open(folder / "one").metrics() if "loss" in each
+            }
+
+
+def left_in_memory():
+    """Folders in the host's memory whose process is gone."""
+    owners = [path.name.split("-")[2] for path in Path("/dev/shm").glob("shoal-members-*")]
+    return [owner for owner in owners if not Path("/proc", owner).exists()]
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory, tiny_run):
+    return Trained(tmp_path_factory.mktemp("unbroken"), tiny_run, "--nproc", "2")
+
+
+def require_equal(broken, unbroken):
+    assert broken.code == 0, broken.told
+    # Sums over another number of ranks round differently.
+    assert broken.losses == pytest.approx(unbroken.losses, rel=1e-4)
+
+
+def test_a_killed_rank_costs_no_step_and_is_replaced(tmp_path, tiny_run, unbroken):
+    broken = Trained(tmp_path, tiny_run, "--nproc", "1:2", fault="kill")
+    require_equal(broken, unbroken)
+    assert "rank 1 failed: killed by SIGKILL" in broken.told
+    assert "rank 1 is there again; now there are 2" in broken.told
+    assert f"step-{FAULT:08d}" in broken.told.partition("goes on from ")[2].splitlines()[0]
+    assert not left_in_memory()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("who", ["0", "1"])
+@pytest.mark.parametrize("fault", ["kill", "segfault", "exit", "exception", "stop", "leave"])
+def test_any_end_of_a_rank_is_survived(tmp_path, tiny_run, unbroken, fault, who):
+    broken = Trained(tmp_path, tiny_run, "--nproc", "1:2", fault=fault, who=who)
+    require_equal(broken, unbroken)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "plan",
+    ["shard=zero1", "shard=zero3", "dp=2,tp=2", "dp=2,pp=2", "dp=4,replicate=2,shard=zero3", "tp=2,pp=2"],
+)
+def test_any_plan_goes_on_with_the_ranks_that_are_left(tmp_path, tiny_run, unbroken, plan):
+    words = ["--nproc", "2:4", "--plan", plan, "--set", "checkpoint.memory=1"]
+    broken = Trained(tmp_path, tiny_run, *words, fault="kill", who="2")
+    require_equal(broken, unbroken)
+
+
+@pytest.mark.long
+def test_too_few_ranks_end_the_run_with_the_cause_and_the_way_to_go_on(tmp_path, tiny_run):
+    words = ["--nproc", "2:2", "--set", "checkpoint.every=2"]
+    broken = Trained(tmp_path, tiny_run, *words, "--restarts", "0", fault="kill")
+    assert broken.code == 1
+    assert "rank 1 failed: killed by SIGKILL" in broken.told
+    assert "continue with: shoal train --resume" in broken.told
+    assert not left_in_memory()
+
+
+@pytest.mark.long
+def test_a_rank_that_fails_again_and_again_is_left_out(tmp_path, tiny_run, unbroken):
+    broken = Trained(tmp_path, tiny_run, "--nproc", "1:2", fault="always")
+    require_equal(broken, unbroken)
+    assert broken.told.count("rank 1 failed") == 2
+
+
+@pytest.mark.long
+def test_a_signal_to_the_launcher_stops_all_after_they_have_saved(tmp_path, tiny_run):
+    broken = Trained(tmp_path, tiny_run, "--nproc", "1:2", fault="stop all")
+    assert broken.code == EXIT_STOPPED, broken.told
+    assert "stopped by a signal; saved" in broken.told
+
+
+def job(plan, batch=16):
+    settled = SettledPlan.of(Plan.parse(plan), batch)
+    return Job(config=TrainConfig(batch=batch), plan=settled, path=Path("none"), resume=None)
+
+
+@pytest.mark.parametrize(
+    ("plan", "members", "expected"),
+    [
+        ("dp=4", 3, "dp=2"),  # a batch of 16 has no three equal parts
+        ("dp=4,tp=2", 7, "dp=2,tp=2"),
+        ("dp=4,tp=2,shard=zero3", 3, "tp=2,shard=zero3"),
+        ("dp=4,replicate=2,shard=zero3", 2, "dp=2,shard=zero3"),
+        ("dp=8,replicate=2,shard=zero3", 4, "dp=4,shard=zero3"),
+    ],
+)
+def test_fewer_members_train_fewer_replicas_of_the_same_layout(plan, members, expected):
+    found = job_for(job(plan), members).plan
+    wanted = Plan.parse(expected)
+    assert (found.dp, found.tp, found.shard) == (wanted.dp, wanted.tp, wanted.shard)
+    assert found.ranks <= members
+
+
+def test_a_plan_is_chosen_anew_if_no_replica_is_left():
+    found = job_for(job("tp=2,pp=2"), 3).plan
+    assert found.ranks <= 3
