@@ -3,9 +3,9 @@
     python benchmarks/stragglers.py jitter RUN FILE.csv    # how phases vary in a recorded run
     python benchmarks/stragglers.py simulated              # 200 delays, 1,000 windows without one
 
-`simulated` plays the ranks of seven layouts (`shoal.testing.delays`), with the jitter of a real run, and one
-delay of 10 % of a step, on average over its late steps' window: in every step, in every fourth, or in some
-steps that follow one another. It prints the table of `benchmarks/stragglers.md`.
+`simulated` plays the ranks of seven layouts (`shoal.testing.delays`) with the jitter of a real run, and
+delays one phase of one rank: by 10 % of a step in every step, or by 40 % in every fourth or in 15 steps in a
+row. It prints the table of `benchmarks/stragglers.md`.
 """
 
 from __future__ import annotations

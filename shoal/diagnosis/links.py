@@ -35,12 +35,14 @@ class _Transfers:
     Attributes:
         seconds: Seconds from the last arrival to the last end, summed by step.
         exposed: Seconds of these in which a rank is idle, summed by step: the mean over ranks.
-        predicted: Seconds predicted for them by step; None if nothing was predicted.
+        predicted: Seconds predicted for them by step.
+        is_predicted: Whether each of them was predicted.
     """
 
     seconds: dict[int, float] = field(default_factory=dict)
     exposed: dict[int, float] = field(default_factory=dict)
-    predicted: dict[int, float] | None = None
+    predicted: dict[int, float] = field(default_factory=dict)
+    is_predicted: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,9 +114,8 @@ def _transfers(
             length(intersect(works[rank].steps[step].idle, [(begin, stop)])) for rank in meeting.spans
         )
         each.exposed[step] = each.exposed.get(step, 0.0) + exposed
-        if meeting.name in predicted:
-            each.predicted = each.predicted or {}
-            each.predicted[step] = each.predicted.get(step, 0.0) + predicted[meeting.name]
+        each.is_predicted &= meeting.name in predicted
+        each.predicted[step] = each.predicted.get(step, 0.0) + predicted.get(meeting.name, 0.0)
     return found
 
 
@@ -132,7 +133,7 @@ def _slow(
         judged = [step for step in judged if all(step in each.seconds for each in others)]
         normal = [median(each.seconds[step] for each in others) for step in judged]
         against = "than the same in other groups"
-    elif transfers.predicted is not None:
+    elif transfers.is_predicted:
         normal = [transfers.predicted[step] for step in judged]
         against = "than predicted"
     else:

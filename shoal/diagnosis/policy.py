@@ -14,6 +14,7 @@ class Policy:
     Attributes:
         warm_up: Steps at the start of the timeline that are not judged.
         fewest_steps: Steps that a verdict needs after these; with fewer it abstains.
+        most_steps: The last steps of the timeline that are judged, if no first step is given.
         bottleneck: Share of the step from which on a part other than compute is the bottleneck.
         late: Share of the step by which a rank's own work must exceed that of its peers, in the median step,
             to call the rank a persistent straggler.
@@ -41,6 +42,7 @@ class Policy:
 
     warm_up: int = 2
     fewest_steps: int = 20
+    most_steps: int = 200
     bottleneck: float = 0.10
     late: float = 0.05
     late_stage: float = 0.08

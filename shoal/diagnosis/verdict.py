@@ -70,7 +70,7 @@ def verdict(
 
     Args:
         timeline: The measured timeline, with bubbles marked if a pipeline ran.
-        first: The first step to judge; by default the first after warm-up.
+        first: The first step to judge; by default the first after warm-up, or of the last 200.
         last: The last step to judge; by default the last that all ranks finished.
         memory_share: Share of compute that the rate of the device's memory bounds, if a model tells it.
         predicted: Seconds of each collective by name, if a model tells them: links are held to them.
@@ -83,6 +83,8 @@ def verdict(
             f"{len(steps)} step{'s' * (len(steps) != 1)} after warm-up that all ranks finished, and a "
             f"verdict needs {policy.fewest_steps}."
         )
+    timeline = _cut(timeline, windows, steps)
+    windows = {rank: StepWindows(timeline, rank) for rank in windows}
     works = {rank: own_work(timeline, found, rank) for rank, found in windows.items()}
     chosen = set(steps)
     met = [each for each in meetings(timeline, windows) if each.step in chosen]
@@ -121,7 +123,16 @@ def _judged(
         return []
     common = sorted(set.intersection(*(set(found) for found in windows.values())))
     common = common[policy.warm_up :]
-    return [step for step in common if (first is None or step >= first) and (last is None or step <= last)]
+    chosen = [step for step in common if (first is None or step >= first) and (last is None or step <= last)]
+    return chosen[-policy.most_steps :] if first is None else chosen
+
+
+def _cut(timeline: Timeline, windows: Mapping[int, StepWindows], steps: Sequence[int]) -> Timeline:
+    """Return the spans of these steps, and of those between them."""
+    start = min(found[step][0] for found in windows.values() for step in (steps[0], steps[-1]))
+    stop = max(found[step][1] for found in windows.values() for step in (steps[0], steps[-1]))
+    before = min(found.get(steps[0] - 1, (start, start))[0] for found in windows.values())
+    return timeline.window(min(start, before), stop)
 
 
 def _is_joined(met: Sequence[Meeting], works: Mapping[int, OwnWork], policy: Policy) -> bool:

@@ -22,6 +22,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
+from hashlib import blake2s
 from pathlib import Path
 from typing import Any, Protocol, final
 
@@ -56,7 +57,8 @@ class Gathers(Protocol):
 def clock_name() -> str:
     """Return the name of this host's monotonic clock: processes with one name share the clock.
 
-    SHOAL_HOST_ID replaces it where it is set, as for the backend.
+    It tells neither the host's name nor its address. SHOAL_HOST_ID replaces it where it is set, as for the
+    backend.
     """
     if os.environ.get("SHOAL_HOST_ID"):
         return os.environ["SHOAL_HOST_ID"]
@@ -64,7 +66,7 @@ def clock_name() -> str:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
         boot = ""
-    return f"{socket.gethostname()} {boot}"
+    return blake2s(f"{socket.gethostname()} {boot}".encode(), digest_size=6).hexdigest()
 
 
 def exchange_clocks(

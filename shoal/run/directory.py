@@ -3,6 +3,7 @@
 run.json                what ran: configuration, Plan, model, versions, seed; there once the run is made
 metrics.jsonl           one object a step
 timeline/rank-*.jsonl   the Timeline of each rank
+timeline/clock-*.jsonl  what one rank of each further host measured of its clock
 memory/rank-*.json      the memory of each rank in one step
 checkpoints/step-*/     saved states
 servers/server-*.jsonl  what each parameter server applied, with its staleness

@@ -7,7 +7,7 @@ exactly, whatever happened to the wall clock between their starts.
 Between hosts the offset of the monotonic clocks is measured while the run goes on. One rank of each other
 host appends a line to `clock-*.jsonl` every few seconds:
 
-    {"host":"b 52e1","reference":"a 90c4","monotonic_ns":7000,"reference_monotonic_ns":9000,"error_ns":40}
+    {"host":"52e1","reference":"90c4","monotonic_ns":7000,"reference_monotonic_ns":9000,"error_ns":40}
 
 At one moment the host's clock showed the first number and the reference's the second, to within the error.
 Clocks drift apart by some microseconds a second. The offset at a time is that of a straight line through the

@@ -3,7 +3,7 @@
 A file holds one rank. Its first line is a header; each time the rank starts again it appends another,
 since its clock has a new origin:
 
-    {"timeline":1,"rank":0,"origin_unix_ns":1700000000000000000,"host":"a 90c4","origin_monotonic_ns":5000}
+    {"timeline":1,"rank":0,"origin_unix_ns":1700000000000000000,"host":"90c4","origin_monotonic_ns":5000}
     {"kind":"forward","start":0.012000000,"duration":0.034000000}
     {"kind":"wait","name":"all_reduce:0","start":0.046000000,"duration":0.001000000}
 

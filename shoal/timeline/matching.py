@@ -59,11 +59,6 @@ class Meeting:
     is_whole: bool
 
     @property
-    def last(self) -> int:
-        """Return the rank that arrived last."""
-        return max(self.spans, key=lambda rank: self.spans[rank].start)
-
-    @property
     def complete(self) -> float:
         """Return the time at which the last rank arrived."""
         return max(span.start for span in self.spans.values())
