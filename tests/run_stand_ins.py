@@ -23,7 +23,7 @@ Ended = tuple[int, str, str]
 def shoal(arguments: Sequence[str], folder: Path) -> Ended:
     """Runs the program in a folder."""
     out, err = io.StringIO(), io.StringIO()
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)}
     try:
         with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = main(arguments)

@@ -64,7 +64,7 @@ def watch_hangs(folder: Path | None = None) -> HangWatch:
     watch = watch_of_process()
     watch.is_on = True
     if folder is not None:
-        watch.folder = folder
+        watch.folder = folder.absolute()
     return watch
 
 

@@ -224,7 +224,11 @@ def signals_noted() -> Iterator[list[signal.Signals]]:
 
     heeded = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGTSTP, signal.SIGUSR2)
     before = {number: signal.getsignal(number) for number in heeded}
-    before = {number: action for number, action in before.items() if action != signal.SIG_IGN}
+    before = {
+        number: action
+        for number, action in before.items()
+        if action != signal.SIG_IGN or number == signal.SIGUSR2  # which asks for a profile, and ends nothing
+    }
     for number in before:
         signal.signal(number, note)
     try:

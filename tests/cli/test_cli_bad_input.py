@@ -197,15 +197,18 @@ def test_an_extra_that_is_not_installed_is_named(refused, monkeypatch, module, s
     assert f"pip install 'shoal[{extra}]'" in refused("train", "--set", setting)
 
 
+@pytest.mark.parametrize("given", ["many", "1:many", "3:2", "0:2"])
+def test_a_number_of_ranks_that_is_none_is_refused(refused, given):
+    assert f"--nproc {given} is no number of ranks" in refused("train", "--nproc", given)
+
+
 def test_a_launchers_environment_that_is_not_whole_is_refused(refused, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "no LOCAL_RANK" in refused("train")
 
 
-@pytest.mark.parametrize(
-    "words", [("train", "--nproc", "many"), ("trian",), ("sample", "run", "--tokens", "x"), ()]
-)
+@pytest.mark.parametrize("words", [("trian",), ("sample", "run", "--tokens", "x"), ()])
 def test_words_that_are_not_of_the_command_line_are_refused(folder, capsys, words):
     with pytest.raises(SystemExit) as caught:
         main(words)

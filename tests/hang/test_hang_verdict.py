@@ -194,6 +194,7 @@ def dump(folder: str, as_json: bool) -> None:
     if rank < 2:
         dist.all_reduce(torch.ones(2), group=pair)
     works = [dist.all_reduce(torch.ones(8, dtype=torch.float64), async_op=True)] if rank != 2 else []
+    time.sleep(0.5)  # torch notes a moment later that a call has completed
     data = c10d._dump_fr_trace_json() if as_json else c10d._dump_fr_trace()
     name = f"nccl_trace_rank_{rank}" + (".json" if as_json else "")
     Path(folder, name).write_bytes(data.encode() if isinstance(data, str) else data)
