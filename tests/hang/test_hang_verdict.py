@@ -198,6 +198,8 @@ def dump(folder: str, as_json: bool) -> None:
     data = c10d._dump_fr_trace_json() if as_json else c10d._dump_fr_trace()
     name = f"nccl_trace_rank_{rank}" + (".json" if as_json else "")
     Path(folder, name).write_bytes(data.encode() if isinstance(data, str) else data)
+    while len(list(Path(folder).iterdir())) < 3:  # a rank that went on would complete what others dump
+        time.sleep(0.01)
     dist.barrier() if rank != 2 else dist.all_reduce(torch.ones(8, dtype=torch.float64))
     if rank == 2:
         dist.barrier()
