@@ -22,12 +22,15 @@ from torch.distributed.distributed_c10d import Store
 
 from shoal.errors import WorkerError
 from shoal.launch.launcher import (
+    END,
     LAUNCHER,
+    SAVE,
+    SETTLE,
     exit_code_after_signal,
     listen_for,
+    pass_on_signals,
     rank_environment,
     signals_noted,
-    stop_until_continued,
     store_on_loopback,
 )
 from shoal.launch.local_ranks import LocalRanks
@@ -38,9 +41,6 @@ from shoal.launch.outcome import EXIT_STOPPED, Outcome, root_cause
 __all__ = ["Elasticity", "launch_elastic"]
 
 _LOOK = 0.02  # seconds between checks for ended ranks
-_SETTLE = 0.5  # seconds for ranks to end by themselves when they fail because of the first failure
-_END = 5.0  # seconds for ranks to end after SIGTERM
-_SAVE = 600.0  # seconds for ranks to finish their step and save, after an external signal
 _STOPPED = 10.0  # seconds after which a process that is stopped counts as lost
 _SOON = 60.0  # seconds: a member that fails sooner after its start than this is left out the second time
 _WRONG_INPUT = 2  # exit code of a rank that was given what cannot work
@@ -143,17 +143,9 @@ class _Members:
         deadline = float("inf")
         while self._processes.running() and time.monotonic() < deadline:
             self._processes.listen(_LOOK)
-            while signals:
-                number = signals.pop(0)
-                if number == signal.SIGTSTP:
-                    stop_until_continued(self._processes)
-                    continue
-                if number == signal.SIGUSR2:  # a profile is asked for
-                    self._processes.signal(number)
-                    continue
-                self._processes.signal(signal.SIGTERM if number == signal.SIGHUP else number)
-                if self._signal is None:
-                    self._signal, deadline = number, time.monotonic() + _SAVE
+            number = pass_on_signals(signals, self._processes)
+            if number is not None and self._signal is None:
+                self._signal, deadline = number, time.monotonic() + SAVE
             self._end_stopped()
             if not self._note_ends():
                 break
@@ -168,7 +160,7 @@ class _Members:
         if not codes:
             return True
         if 0 in codes.values():  # all steps are made
-            listen_for(self._processes, _END)
+            listen_for(self._processes, END)
             return False
         failed = {member: code for member, code in codes.items() if code != EXIT_STOPPED}
         if failed and self._signal is None:
@@ -250,14 +242,13 @@ class _Members:
     def _exit_code(self) -> int:
         """End what is left, and return the exit code of the training."""
         if self._failure is not None and self._processes.running():
-            listen_for(self._processes, _SETTLE)
+            listen_for(self._processes, SETTLE)
         self._processes.signal(signal.SIGTERM)
-        listen_for(self._processes, _END)
+        listen_for(self._processes, END)
         codes = self._processes.exit_codes()
         if 0 in codes.values():
             return 0
         if self._signal is not None:
-            outcomes = [each for each in Outcome.read_all(self._folder) if each.rank in self._present]
             if self._failure is not None:
                 raise self._failure
             members = [member for member in codes if codes[member] == EXIT_STOPPED] or list(codes)

@@ -29,15 +29,18 @@ from shoal.launch.nursery import Nursery
 from shoal.launch.outcome import EXIT_STOPPED, Outcome, root_cause
 
 __all__ = [
+    "END",
     "LAUNCHER",
     "OUTCOMES",
+    "SAVE",
+    "SETTLE",
     "TERMINAL",
     "exit_code_after_signal",
     "launch",
     "listen_for",
+    "pass_on_signals",
     "rank_environment",
     "signals_noted",
-    "stop_until_continued",
     "store_on_loopback",
 ]
 
@@ -51,9 +54,9 @@ TERMINAL = "SHOAL_TERMINAL"
 """Environment variable: the columns of the terminal that a rank's stderr is passed on to, if it is one."""
 
 _LOOK = 0.05  # seconds between checks for ended ranks
-_SETTLE = 0.5  # seconds for ranks to end by themselves when they fail because of the first failure
-_END = 5.0  # seconds for the other ranks to end after SIGTERM, when a rank has failed
-_SAVE = 600.0  # seconds for ranks to finish their step and save, after an external signal
+SETTLE = 0.5  # seconds for ranks to end by themselves when they fail because of the first failure
+END = 5.0  # seconds for the other ranks to end after SIGTERM, when a rank has failed
+SAVE = 600.0  # seconds for ranks to finish their step and save, after an external signal
 
 
 def launch(
@@ -143,18 +146,8 @@ def _wait_for_end(
     in_units = {rank for unit in units for rank in unit}
     while processes.running() and time.monotonic() < deadline:
         processes.listen(_LOOK)
-        while signals:
-            number = signals.pop(0)
-            if number == signal.SIGTSTP:
-                stop_until_continued(processes)
-                continue
-            if number == signal.SIGUSR2:  # a profile is asked for
-                processes.signal(number)
-                continue
-            # Ranks obey SIGTERM and Ctrl-C. If the terminal closes, training must not be lost.
-            processes.signal(signal.SIGTERM if number == signal.SIGHUP else number)
-            if first is None:
-                first, deadline = number, time.monotonic() + _SAVE
+        if (number := pass_on_signals(signals, processes)) is not None and first is None:
+            first, deadline = number, time.monotonic() + SAVE
         failed = {rank for rank, code in processes.exit_codes().items() if code not in (0, EXIT_STOPPED)}
         if in_units:
             for unit in [each for each in units if not failed.isdisjoint(each) and not lost.issuperset(each)]:
@@ -166,14 +159,14 @@ def _wait_for_end(
             if in_units <= lost:
                 break
             if in_units.isdisjoint(processes.running()):
-                deadline = min(deadline, time.monotonic() + _END)
+                deadline = min(deadline, time.monotonic() + END)
         elif failed:
             break
-    listen_for(processes, _SETTLE)
+    listen_for(processes, SETTLE)
     helping = set(processes.running()) - in_units if in_units else set()
     end = _End(processes.exit_codes(), processes.stopped(), first, frozenset(lost | helping))
     processes.signal(signal.SIGTERM)
-    listen_for(processes, _END)
+    listen_for(processes, END)
     return end
 
 
@@ -184,7 +177,24 @@ def listen_for(processes: LocalRanks, seconds: float) -> None:
         processes.listen(_LOOK)
 
 
-def stop_until_continued(processes: LocalRanks) -> None:
+def pass_on_signals(signals: list[signal.Signals], processes: LocalRanks) -> signal.Signals | None:
+    """Pass the signals that came on to the ranks; return the first that asks to end, if any."""
+    first = None
+    while signals:
+        number = signals.pop(0)
+        if number == signal.SIGTSTP:
+            _stop_until_continued(processes)
+            continue
+        if number == signal.SIGUSR2:  # a profile is asked for
+            processes.signal(number)
+            continue
+        # Ranks obey SIGTERM and Ctrl-C. If the terminal closes, training must not be lost.
+        processes.signal(signal.SIGTERM if number == signal.SIGHUP else number)
+        first = first or number
+    return first
+
+
+def _stop_until_continued(processes: LocalRanks) -> None:
     """Stop the ranks and this process after Ctrl-Z; they continue together."""
     processes.signal(signal.SIGSTOP)
     os.kill(os.getpid(), signal.SIGSTOP)

@@ -33,7 +33,7 @@ def launched(program, count, environment, logs):
     """Launches a Python program as ranks; its exit code or its error, and whether a variable was left."""
     before = dict(os.environ)
     command = [sys.executable, "-S", "-c", PRELUDE + program]
-    with patch("shoal.launch.launcher._END", 0.5):
+    with patch("shoal.launch.launcher.END", 0.5):
         try:
             return launch(command, count, environment, logs=logs), None, os.environ == before
         except WorkerError as error:
