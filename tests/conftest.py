@@ -2,6 +2,8 @@
 
 import gc
 import random
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +22,14 @@ settings.register_profile(
 
 def pytest_collection_finish():
     gc.freeze()  # collections need not look at what was imported, nor write to it in forked processes
+
+
+@pytest.fixture
+def public_path():
+    """A folder that any user may enter and write to, unlike pytest's own."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o777)
+        yield Path(folder)
 
 
 @pytest.fixture(scope="session")

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from checkpoint_stand_ins import loaded, names, on_ranks, rewrite_manifest, same_bits, share, tensors, wholes
+from permission_stand_ins import unprivileged
 
 from shoal.checkpoint import (
     Background,
@@ -47,26 +45,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(f"a file system cannot be mounted here: {made.stderr.strip()}")
     yield place
     subprocess.run(["umount", place], check=True)
-
-
-@contextmanager
-def unprivileged() -> Iterator[None]:
-    """Permissions count inside this block, also for root."""
-    user = os.geteuid()
-    if user == 0:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(user)
-
-
-@pytest.fixture
-def public_path() -> Iterator[Path]:
-    """A folder that any user may enter and write to, unlike pytest's own."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o777)
-        yield Path(folder)
 
 
 def in_the_step(

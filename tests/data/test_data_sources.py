@@ -3,13 +3,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from permission_stand_ins import unprivileged
 
 from shoal.data import Corpus, DataConfig, prepare
 from shoal.data.documents import PIECE_BYTES, read_documents
@@ -24,26 +23,6 @@ def documents_of(corpus: Corpus) -> set[bytes]:
     *documents, rest = corpus.tokens.tobytes().split(b"\0")
     assert rest == b""
     return set(documents)
-
-
-@contextmanager
-def unprivileged() -> Iterator[None]:
-    """Permissions count inside this block, also for root."""
-    user = os.geteuid()
-    if user == 0:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(user)
-
-
-@pytest.fixture
-def public_path() -> Iterator[Path]:
-    """A folder that any user may enter and write to, unlike pytest's own."""
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder).chmod(0o777)
-        yield Path(folder)
 
 
 def test_a_text_file_is_read_as_its_bytes(tmp_path: Path, configure: Configure) -> None:
