@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -108,13 +109,20 @@ def run(args: argparse.Namespace) -> int:
         UserError: Something given cannot work; nothing was started.
         WorkerError: A rank failed.
     """
-    from shoal.launch import find_world
+    from shoal.launch import find_world, process_age
 
+    # Where another program runs this one, its age says nothing.
+    args.launched = time.time() - (process_age() if _is_program() else 0.0)
     world = find_world()
     if world is not None:
         return _as_rank(world, lambda: _checked_job(args, world.ranks))
     with nursery_for(args, "shoal.train") as nursery:
         return _on_this_machine(args, nursery)
+
+
+def _is_program() -> bool:
+    """Return whether this process was started for this command."""
+    return Path(sys.argv[0]).parts[-2:] == ("shoal", "__main__.py") or Path(sys.argv[0]).name == "shoal"
 
 
 def _on_this_machine(args: argparse.Namespace, nursery: Nursery | None) -> int:
@@ -194,9 +202,10 @@ def _as_rank(world: World, choose: Callable[[], Job]) -> int:
 
 def _on_local_ranks(job: Job, nursery: Nursery | None, elasticity: Elasticity | None) -> int:
     from shoal.launch import launch, launch_elastic
-    from shoal.run import Run
+    from shoal.run import Run, write_event
     from shoal.train import FOLDER, memory_folder
 
+    run = Run(job.path)
     with tempfile.NamedTemporaryFile(prefix="shoal-", suffix=".job") as file:
         file.write(encode(job))
         file.flush()
@@ -211,14 +220,24 @@ def _on_local_ranks(job: Job, nursery: Nursery | None, elasticity: Elasticity | 
                         elasticity,
                         {**os.environ, **given},
                         logs=job.path / "log",
-                        events=Run(job.path).members_file,
+                        events=run.members_file,
                         nursery=nursery,
                     )
-            return launch(command, job.processes, logs=job.path / "log", nursery=nursery, units=job.units)
+            return launch(
+                command,
+                job.processes,
+                logs=job.path / "log",
+                events=run.events_file,
+                nursery=nursery,
+                units=job.units,
+            )
         except WorkerError as error:
             if error.exit_code in _FAILED and (text := _how_to_go_on(job.path)):
                 error.detail = f"{error.detail}\n\n{text}".lstrip()
             raise
+        finally:
+            if run.path.is_dir():
+                write_event(run.events_file, "ended", reason="the command ends")
 
 
 def _how_to_go_on(run: Path) -> str:
@@ -319,4 +338,5 @@ def _job(args: argparse.Namespace, ranks: int | None) -> Job:
         resume=resume,
         cluster=resolved.cluster,
         passed_over=resolved.passed_over,
+        launched=args.launched,
     )

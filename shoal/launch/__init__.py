@@ -7,6 +7,7 @@ started ranks; the trainer's processes call `join` and `run_rank`.
 
 from shoal.launch.devices import choose_device
 from shoal.launch.elastic import Elasticity, launch_elastic
+from shoal.launch.kernel import process_age
 from shoal.launch.launcher import TERMINAL, launch
 from shoal.launch.membership import Generation, Membership
 from shoal.launch.nursery import Nursery, open_nursery
@@ -34,6 +35,7 @@ __all__ = [
     "launch_elastic",
     "meet",
     "open_nursery",
+    "process_age",
     "root_cause",
     "run_rank",
 ]

@@ -6,8 +6,10 @@ import ctypes
 import os
 import signal
 import sys
+import time
+from pathlib import Path
 
-__all__ = ["die_with", "name_process"]
+__all__ = ["die_with", "name_process", "process_age"]
 
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
@@ -24,3 +26,14 @@ def die_with(parent: int) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended while this process was still importing
         os._exit(1)
+
+
+def process_age() -> float:
+    """Return the seconds since this process began; 0 where the system does not say."""
+    try:
+        stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
+        ticks = int(stat.rpartition(")")[2].split()[19])  # since boot; before it, the program's name in ()
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError, IndexError, AttributeError):
+        return 0.0
+    return max(0.0, age)

@@ -27,6 +27,7 @@ from shoal.hang import LEDGERS, HangVerdict
 from shoal.launch.local_ranks import LocalRanks
 from shoal.launch.nursery import Nursery
 from shoal.launch.outcome import EXIT_STOPPED, Outcome, root_cause
+from shoal.run import write_event
 
 __all__ = [
     "END",
@@ -65,6 +66,7 @@ def launch(
     environment: Mapping[str, str] = os.environ,
     *,
     logs: Path | None = None,
+    events: Path | None = None,
     nursery: Nursery | None = None,
     units: Sequence[Collection[int]] = (),
 ) -> int:
@@ -79,6 +81,7 @@ def launch(
         ranks: Number of ranks.
         environment: Environment from which OMP_NUM_THREADS and GLOO_SOCKET_IFNAME are taken if set.
         logs: Directory in which each rank's output is kept, once the directory exists.
+        events: File of events in which the first failure is noted; None for none. See `shoal.run.events`.
         nursery: The Nursery that ranks are forked from; None to start a program for each.
         units: Ranks that fail together. If a unit fails the others go on, and the run fails with the last of
             them. Ranks in no unit, such as parameter servers, only help. By default all ranks are one unit.
@@ -103,7 +106,7 @@ def launch(
             for rank in range(ranks)
         ]
         with LocalRanks(command, environments, logs, nursery) as processes:
-            end = _wait_for_end(processes, signals, folder, units)
+            end = _wait_for_end(processes, signals, folder, units, events)
         outcomes = Outcome.read_all(Path(folder))
         hangs = [HangVerdict.read(path) for path in sorted(Path(folder).glob("verdict-*"))]
     present = set(range(ranks)) - end.lost
@@ -137,7 +140,11 @@ class _End:
 
 
 def _wait_for_end(
-    processes: LocalRanks, signals: list[signal.Signals], folder: str, units: Sequence[Collection[int]]
+    processes: LocalRanks,
+    signals: list[signal.Signals],
+    folder: str,
+    units: Sequence[Collection[int]],
+    events: Path | None,
 ) -> _End:
     """Wait until all ranks have ended, or have been told to end and had the time for it."""
     first: signal.Signals | None = None
@@ -157,10 +164,12 @@ def _wait_for_end(
                 _give_up([rank], processes, folder)
             lost |= failed
             if in_units <= lost:
+                _note_failure(events, failed)
                 break
             if in_units.isdisjoint(processes.running()):
                 deadline = min(deadline, time.monotonic() + END)
         elif failed:
+            _note_failure(events, failed)
             break
     listen_for(processes, SETTLE)
     helping = set(processes.running()) - in_units if in_units else set()
@@ -168,6 +177,11 @@ def _wait_for_end(
     processes.signal(signal.SIGTERM)
     listen_for(processes, END)
     return end
+
+
+def _note_failure(events: Path | None, failed: Collection[int]) -> None:
+    if events is not None:
+        write_event(events, "failed", reason=f"ranks {', '.join(map(str, sorted(failed)))} ended")
 
 
 def listen_for(processes: LocalRanks, seconds: float) -> None:

@@ -1,29 +1,39 @@
 """The run directory on disk: the files of one training run.
 
-Nouns: Run, Decision, MeasuredMemory. The trainer creates a Run, or opens one to resume; the report, the pages
-    and the checkpoint commands open one. `record` and `checkpoint` write spans, metrics and tensors in it.
+Nouns: Run, Decision, MeasuredMemory, Account (where the wall clock went), Ledger (keeps one).
+    The trainer creates a Run, or opens one to resume; the report, the pages and the checkpoint commands open
+    one. `record` and `checkpoint` write spans, metrics and tensors in it.
 """
 
+from shoal.run.account import CAUSES, Account, Ledger, account
 from shoal.run.decisions import Decision, read_decisions, write_decision
 from shoal.run.directory import Run, default_path
+from shoal.run.events import Event, read_events, write_event
 from shoal.run.memory import OUTSIDE, MeasuredMemory, UnitMemory, write_memory
 from shoal.run.metrics import json_number, metrics_line, read_metrics
 from shoal.run.speed import Speed, speed_of, tokens_per_second
 
 __all__ = [
+    "CAUSES",
     "OUTSIDE",
+    "Account",
     "Decision",
+    "Event",
+    "Ledger",
     "MeasuredMemory",
     "Run",
     "Speed",
     "UnitMemory",
+    "account",
     "default_path",
     "json_number",
     "metrics_line",
     "read_decisions",
+    "read_events",
     "read_metrics",
     "speed_of",
     "tokens_per_second",
     "write_decision",
+    "write_event",
     "write_memory",
 ]

@@ -11,6 +11,7 @@ decisions.jsonl         what exchange=auto, or the guard of stale gradients, dec
 doctor/HOST.json        what each host looked like when the run started
 alive                   locked while the run goes on: see `shoal.run.alive`
 members.jsonl           ranks that were lost and came while others trained, with the time and the reason
+events.jsonl            launches, failures, and what the time between them went into: see `shoal.run.events`
 log/                    what each rank of a local run printed, and what loggers write
 log/hang/               after a hang: the calls and stacks of each rank, and the verdict
 """
@@ -195,6 +196,11 @@ class Run:
     def members_file(self) -> Path:
         """Return the file of ranks that were lost and came; absent if none was lost."""
         return self.path / "members.jsonl"
+
+    @property
+    def events_file(self) -> Path:
+        """Return the file of launches and failures, and of what the time between them went into."""
+        return self.path / "events.jsonl"
 
     def metrics(self) -> list[dict[str, Any]]:
         """Return the values of each step, by ascending step; see `read_metrics`."""

@@ -71,8 +71,8 @@ class Compiling:
         self._total += self._seconds
         self._seconds = 0.0
 
-    def stepped(self, step: int) -> None:
-        """Take note that a step has ended."""
+    def stepped(self, step: int) -> float:
+        """Take note that a step has ended; return the seconds that compiling took of it."""
         seconds, self._seconds = self._seconds, 0.0
         self._total += seconds
         if seconds and self._is_told:
@@ -86,6 +86,7 @@ class Compiling:
             self._is_told = True
             through = "step 1" if self._last == 1 else f"steps 1 to {self._last}"
             self._say(f"compiling the model took {format_seconds(self._total)} of {through}")
+        return seconds
 
     def close(self) -> None:
         """Watch no longer."""

@@ -10,19 +10,13 @@ from typing import Any, final
 
 import torch
 
-from shoal.checkpoint import (
-    Coordinator,
-)
+from shoal.checkpoint import Coordinator
 from shoal.data import AnyCorpus
-from shoal.errors import (
-    CheckpointError,
-    ConfigError,
-    TrainingError,
-)
+from shoal.errors import CheckpointError, ConfigError, TrainingError
 from shoal.launch import EXIT_STOPPED, Membership, StopSignal, World
 from shoal.plan import Plan
 from shoal.record import ClockExchange, Marks, exchange_clocks
-from shoal.run import Decision, Run, write_decision
+from shoal.run import Account, Decision, Run, write_decision
 from shoal.run.alive import AliveLock
 from shoal.train.classes import for_model, prepared
 from shoal.train.compiling import Compiling
@@ -39,12 +33,13 @@ from shoal.train.offloading import offload_folder
 from shoal.train.out_of_memory import does_not_fit, is_out_of_memory
 from shoal.train.randomness import nondeterministic_operator
 from shoal.train.rate_change import rate_change_of
-from shoal.train.recording import open_loggers, open_profiling, open_run_recorder
+from shoal.train.recording import open_destinations, open_loggers, open_profiling, open_run_recorder
 from shoal.train.result import StepResult
 from shoal.train.roles import Role
 from shoal.train.saving import Saving, is_due
 from shoal.train.step_memory import MemoryRecord
 from shoal.train.taking_up import go_on
+from shoal.train.time_account import TimeAccount
 from shoal.train.trainer import Trainer
 from shoal.train.uploading import Uploading
 from shoal.train.workers import Workers
@@ -101,6 +96,8 @@ class Execution:
         begins = 0 if role is None else role.first_rank
         look_at_host(self._run, world, unit=begins, replaces_ranks=membership is not None)
         self._alive = AliveLock(self._run.alive_file) if self._is_first else None
+        given = self._run, job.launched, job.processes, self._is_first
+        self._time = TimeAccount(*given, self._take_account)
         marks, record, number = Marks(), self._config.record, self._number
         first, say = number - world.rank, self._live.say
         recorder = open_run_recorder(record, self._run, number, first, device, marks, say)
@@ -142,27 +139,36 @@ class Execution:
             {"data": self._data},
             self._coordinator,
             self._say,
+            lambda: self._time.account,
         )
         self._in_memory = None if membership is None else self._saves_in_memory()
-        self._loggers = open_loggers(record, self._run, world.rank == 0, say)
+        self._destinations = open_destinations(record, self._run, world.rank == 0, say)
+        self._loggers = open_loggers(self._run, self._destinations, world.rank == 0, say)
         self._compiling = Compiling(self._say)
 
     def run(self, stop: StopSignal) -> int:
         """Train to the last step, or until stopped; return the exit code."""
         try:
-            self._take_up()
+            with self._time.part("load"):
+                self._take_up()
+            self._time.loaded(self._trainer.step_count)
             self._looked_at = self._trainer.step_count
             self._saving.begin()
             stop.heed()
             self._say(self._opening())
             while self._trainer.step_count < self._config.steps:
-                self._step(stop)
+                with self._time.part("steps"):
+                    compiling = self._step(stop)
+                self._time.stepped(self._trainer.step_count, compiling)
                 if self._is_stopped and self._trainer.step_count < self._config.steps:
                     if self._in_memory is not None and not self._is_asked_to_stop(stop):
-                        self._in_memory.save_now()
+                        with self._time.part("save"):
+                            self._in_memory.save_now()
+                        self._time.leave()
                         raise Regroup
                     if self._trainer.workers.leads:
-                        path = self._saving.save_at_end()
+                        with self._time.part("save"):
+                            path = self._saving.save_at_end()
                         self._say(f"stopped by a signal; saved {path}; go on with --resume {self._run.path}")
                     return EXIT_STOPPED
                 self._do_what_is_due()
@@ -181,6 +187,9 @@ class Execution:
                 ):  # all is saved: if the reader of the output is gone, only the summary is lost
                     print(summary(self._run, self._saving.summary()), flush=True)
             return 0
+        except Exception as error:
+            self._time.failed(error)
+            raise
         finally:
             self._trainer.close()
             self._clocks.close()
@@ -194,14 +203,18 @@ class Execution:
                 self._uploading.close()
             if self._servers is not None:
                 self._servers.close()
+            self._time.close("the ranks end")
 
-    def _step(self, stop: StopSignal) -> None:
-        """Make a step. If too many were skipped, save the state after them: a resume goes on there."""
+    def _step(self, stop: StopSignal) -> float:
+        """Make a step, and return the seconds that compiling took of it.
+
+        If too many were skipped, save the state after them: a resume goes on there.
+        """
         self._compiling.begin_step()
         try:
             changes = self._membership is not None and self._membership.is_due
             self._make_step(stop=changes or stop.received is not None)
-            self._compiling.stepped(self._trainer.step_count)
+            return self._compiling.stepped(self._trainer.step_count)
         except TrainingError:
             with contextlib.suppress(CheckpointError):
                 self._trainer.save(self._run.checkpoints, {"data": self._data})
@@ -245,6 +258,10 @@ class Execution:
             self._say(f"step {result.step} is skipped: it has {result.skipped}")
         self._live.show(result)
 
+    def _take_account(self, account: Account) -> None:
+        """Tell destinations where the time of the run went."""
+        self._destinations.log(self._trainer.step_count, account.values())
+
     def _take_decision(self, decision: Decision) -> None:
         """Keep and tell a decision about the exchange."""
         if self._is_first:
@@ -261,14 +278,16 @@ class Execution:
             return
         if step == last or is_due(before, step, self._config.validation.every):
             functions = {"accuracy": accuracy} if self._config.data.label else {}
-            values = self._trainer.evaluate(self._validation, self._config.validation.samples, functions)
+            with self._time.part("validation"):
+                values = self._trainer.evaluate(self._validation, self._config.validation.samples, functions)
             self._loggers.log(step, {f"validation_{name}": value for name, value in values.items()})
             told = ", ".join(f"{name} {value:.3f}" for name, value in values.items())
             self._say(f"step {step}/{last}  validation {told}")
-        if step == last:
-            self._saving.save_at_end()
-        elif not self._saving.save_if_due(before) and self._in_memory is not None:
-            self._in_memory.save_if_due()
+        with self._time.part("save"):
+            if step == last:
+                self._saving.save_at_end()
+            elif not self._saving.save_if_due(before) and self._in_memory is not None:
+                self._in_memory.save_if_due()
 
     def _upload(self, checkpoint: Path) -> None:
         """Copy a checkpoint that is complete to the object store, if there is one."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,7 @@ class Job:
         cluster: The machines for its predictions; None if nothing names them.
         passed_over: Plans that would have been quicker, but cannot be trained.
         joins: Whether this is another worker of a run that goes on.
+        launched: When the command that makes the job began, in seconds since the epoch.
     """
 
     config: TrainConfig
@@ -74,6 +76,7 @@ class Job:
     cluster: Cluster | None = None
     passed_over: tuple[PassedOver, ...] = ()
     joins: bool = False
+    launched: float = field(default_factory=time.time)
 
     @property
     def goes_on(self) -> bool:

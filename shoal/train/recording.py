@@ -21,7 +21,7 @@ from shoal.train.profiling import Profiling
 from shoal.train.record_config import RecordConfig
 from shoal.units import parse_steps
 
-__all__ = ["open_loggers", "open_profiling", "open_run_recorder"]
+__all__ = ["open_destinations", "open_loggers", "open_profiling", "open_run_recorder"]
 
 Say = Callable[[str], object]
 
@@ -66,9 +66,11 @@ def open_profiling(
     return Profiling(steps, run.path / "profile", rank, device, marks, memory=memory, say=say)
 
 
-def open_loggers(config: RecordConfig, run: Run, is_writer: bool, say: Say) -> Loggers:
-    """Return the receivers of the values of steps: the metrics file, and those that were asked for."""
-    if not is_writer:
-        return Loggers([])
-    asked = config.destinations().open(run, say)
-    return Loggers([MetricsWriter(run.metrics_file, say=say), *asked], say=say)
+def open_destinations(config: RecordConfig, run: Run, is_writer: bool, say: Say) -> Loggers:
+    """Return the receivers of values beside the run's own files that were asked for."""
+    return Loggers(config.destinations().open(run, say) if is_writer else [], say=say)
+
+
+def open_loggers(run: Run, destinations: Loggers, is_writer: bool, say: Say) -> Loggers:
+    """Return the receivers of the values of steps: the metrics file, and the destinations."""
+    return Loggers([MetricsWriter(run.metrics_file, say=say), destinations] if is_writer else [], say=say)

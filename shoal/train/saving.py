@@ -10,8 +10,9 @@ from statistics import median
 from typing import Any, final
 
 from shoal.checkpoint import Coordinator, Ended, retain
-from shoal.cost.outlook import best_interval
+from shoal.cost.outlook import best_interval, seconds_between_failures
 from shoal.errors import CheckpointError
+from shoal.run import Account
 from shoal.train.config import CheckpointConfig
 from shoal.train.trainer import Trainer
 from shoal.units import format_seconds
@@ -36,6 +37,7 @@ class Saving:
         extra: A JSON object to keep with each checkpoint.
         coordinator: All ranks.
         say: Told of everything that a person should know, in one line.
+        account: Returns the account of the run so far on the rank that has it, else None.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Saving:
         extra: Mapping[str, Any],
         coordinator: Coordinator,
         say: Callable[[str], object],
+        account: Callable[[], Account | None] = lambda: None,
     ) -> None:
         self._trainer = trainer
         self._config = config
@@ -55,6 +58,7 @@ class Saving:
         self._extra = extra
         self._coordinator = coordinator
         self._say = say
+        self._account = account
         self._saved_at = 0  # the step of the last save, or at which the run began
         self._interval = _FIRST if config.every == "auto" else config.every
         self._told_interval = 0
@@ -167,10 +171,14 @@ class Saving:
 
     def _choose_interval(self) -> None:
         """Choose the steps until the next save, alike on all ranks."""
-        recent = median(self._stalls[-_LAST_SAVES:]), median(self._steps), self._behind
+        account = self._account()
+        seen = (0, 0.0) if account is None else (account.failures, account.running)
+        recent = median(self._stalls[-_LAST_SAVES:]), median(self._steps), self._behind, *seen
         told = self._coordinator.all_gather_object(recent)
-        stalled, step, behind = map(max, zip(*told, strict=True))
-        best = best_interval(stalled, self._config.mtbf * _HOUR)
+        stalled, step, behind, failures, running = map(max, zip(*told, strict=True))
+        expected = self._config.mtbf * _HOUR
+        between = seconds_between_failures(expected, int(failures), running)
+        best = best_interval(stalled, between)
         self._interval = max(1, round(max(best, behind) / step))
         if abs(self._interval - self._told_interval) <= _CHANGE * self._told_interval:
             return
@@ -178,8 +186,9 @@ class Saving:
         least = f", but writing takes {format_seconds(behind)}" if behind > best else ""
         self._say(
             f"a checkpoint every {self._interval} steps of {format_seconds(step)}: training waits "
-            f"{format_seconds(stalled)} for one and fails every {format_seconds(self._config.mtbf * _HOUR)}, "
-            f"for which {format_seconds(best)} is best{least}"
+            f"{format_seconds(stalled)} for one and fails every {format_seconds(between)} (expected "
+            f"{format_seconds(expected)}, seen {failures:.0f} in {format_seconds(running)}), for which "
+            f"{format_seconds(best)} is best{least}"
         )
 
 

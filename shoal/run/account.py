@@ -1,0 +1,257 @@
+"""The account of a run: the seconds of training steps that count, and the seconds lost by cause.
+
+An Account divides the wall clock of a run, from the first command that started it to its last event, over all
+its restarts. Each second has one cause, so that steps and losses sum to the wall clock:
+
+    steps       training steps whose result is in the run's state
+    start       from the command to the first step: imports, the model, the data, process groups
+    compile     torch.compile, within steps
+    load        reading a checkpoint, or weights to begin from
+    save        training waits for a checkpoint
+    validation  training waits for the loss on held-out data
+    detection   from the last step that was finished to the moment at which a failure was noticed
+    recovery    from that moment to the next step, without `load`: new groups of ranks, new processes
+    repeated    steps whose result was lost, since the state after a failure was older
+    waiting     no rank runs: from the end of one command, or of what is known of it, to the next one
+    other       the rest: the host's work between steps, and the end of the command
+
+The time that the first rank spends stands for all ranks. If everything was killed at once, nobody noted the
+failure: the time up to the next command is `waiting`, and its start is `recovery`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, final
+
+from shoal.run.directory import Run
+from shoal.run.events import Event, read_events
+
+__all__ = ["CAUSES", "Account", "Ledger", "account"]
+
+CAUSES = (
+    "start",
+    "compile",
+    "load",
+    "save",
+    "validation",
+    "detection",
+    "recovery",
+    "repeated",
+    "waiting",
+    "other",
+)
+"""What seconds are lost by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Account:
+    """Where the wall clock of a run went.
+
+    Attributes:
+        began: When the first command began, in seconds since the epoch.
+        ended: The time of the last event.
+        step: The last step whose result is in the run's state.
+        count: Number of steps that count; fewer than `step` if the run began from the state of another.
+        steps: Seconds of the steps that count.
+        lost: Seconds lost by each of `CAUSES`.
+        failures: Failures since which steps were made, or that broke off steps.
+        launches: Commands that started ranks.
+        device_seconds: Seconds of all ranks, without the time in which none ran.
+    """
+
+    began: float
+    ended: float
+    step: int
+    count: int
+    steps: float
+    lost: Mapping[str, float]
+    failures: int
+    launches: int
+    device_seconds: float
+
+    @property
+    def wall(self) -> float:
+        """Seconds from the first command to the last event: of steps, and of all that was lost."""
+        return self.ended - self.began
+
+    @property
+    def running(self) -> float:
+        """Seconds in which ranks ran."""
+        return self.wall - self.lost["waiting"]
+
+    @property
+    def goodput(self) -> float:
+        """Share of the wall clock in which steps were made that count."""
+        return self.steps / self.wall if self.wall > 0 else 0.0
+
+    def seconds_left(self, steps: int) -> float:
+        """Return the seconds that so many more steps take with failures, saves and validations as before.
+
+        Starts, compiling and waiting are not expected again. Infinity if no step counts yet.
+        """
+        if not self.count:
+            return math.inf
+        once = sum(self.lost[cause] for cause in ("start", "compile", "waiting"))
+        return steps * (self.wall - once) / self.count
+
+    def values(self) -> dict[str, float]:
+        """Return the figures by name, as metrics."""
+        return {
+            "goodput": self.goodput,
+            "wall_seconds": self.wall,
+            "counted_step_seconds": self.steps,
+            **{f"lost_seconds_{cause}": seconds for cause, seconds in self.lost.items()},
+            "failures": self.failures,
+            "device_hours": self.device_seconds / 3600,
+        }
+
+
+def account(run: Run | str | os.PathLike[str]) -> Account | None:
+    """Return where the time of a run went, over all its restarts; None if the run has no events.
+
+    Args:
+        run: The run, or its directory.
+
+    Raises:
+        RunError: The path is not a run.
+    """
+    opened = run if isinstance(run, Run) else Run.open(Path(run))
+    return Ledger(read_events([opened.events_file, opened.members_file])).account()
+
+
+@final
+class Ledger:
+    """Keep the account of a run while events come, in the order of their times.
+
+    Args:
+        events: Events to begin with. Those that are malformed are left out.
+    """
+
+    def __init__(self, events: Iterable[Event] = ()) -> None:
+        self._began: float | None = None
+        self._at = 0.0  # the time up to which all seconds have their cause
+        self._lost = dict.fromkeys(CAUSES, 0.0)
+        self._made: list[tuple[int, int, float]] = []  # steps after, up to, and their seconds
+        self._counted = 0.0
+        self._step = 0
+        self._ranks = 0
+        self._device_seconds = 0.0
+        self._failures = self._launches = 0
+        self._launched = -math.inf
+        self._is_up = False  # ranks run, as far as is known
+        self._has_stepped = False  # in the present group of ranks
+        self._is_broken = False  # a failure was noticed, and no step was made since
+        self._starting = "start"  # what the time before the first step is lost by
+        for event in events:
+            self.take(event)
+
+    def take(self, event: Mapping[str, Any]) -> None:
+        """Take note of an event."""
+        try:
+            time = float(event["time"])
+            match event["event"]:
+                case "began":
+                    self._begin(time, float(event["launched"]), int(event["ranks"]))
+                case "loaded":
+                    self._go_back(int(event["step"]))
+                case "spent":
+                    seconds = {str(name): float(value) for name, value in event["seconds"].items()}
+                    self._spend(time, int(event["step"]), seconds)
+                case "failed" | "lost":
+                    self._fail(time)
+                case "ended":
+                    self._end(time)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return
+
+    def account(self) -> Account | None:
+        """Return the account up to the last event; None before the first."""
+        if self._began is None:
+            return None
+        return Account(
+            began=self._began,
+            ended=self._at,
+            step=self._step,
+            count=sum(last - after for after, last, _ in self._made),
+            steps=self._counted,
+            lost=dict(self._lost),
+            failures=self._failures,
+            launches=self._launches,
+            device_seconds=self._device_seconds,
+        )
+
+    def _begin(self, time: float, launched: float, ranks: int) -> None:
+        if self._began is None:
+            self._began = self._at = launched
+        if launched > self._launched:
+            if self._is_up:  # the command before was killed, and nobody noted it
+                self._note_failure()
+            self._launched = launched
+            self._launches += 1
+            self._pass("waiting", launched, ranks=0)
+            self._starting = "recovery" if self._is_broken else "start"
+        else:  # another group of ranks under the same command
+            self._starting = "recovery"
+        self._ranks = ranks
+        self._pass(self._starting, time)
+        self._is_up, self._has_stepped = True, False
+
+    def _go_back(self, step: int) -> None:
+        """Note that the ranks hold the state after a step: later ones, if made, must be made again."""
+        while self._made and self._made[-1][1] > step:
+            after, last, seconds = self._made.pop()
+            kept = seconds * (step - after) / (last - after) if step > after else 0.0
+            self._counted -= seconds - kept
+            self._lost["repeated"] += seconds - kept
+            if kept:
+                self._made.append((after, step, kept))
+        self._step = step
+
+    def _spend(self, time: float, step: int, seconds: Mapping[str, float]) -> None:
+        passed, told = max(0.0, time - self._at), sum(seconds.values())
+        # A part of it may have a cause already, such as a failure that another process noted.
+        scale = min(1.0, passed / told) if told > 0 else 0.0
+        for name, value in seconds.items():
+            if name == "steps":
+                continue
+            cause = self._starting if name == "start" else name
+            self._lost[cause if cause in self._lost else "other"] += value * scale
+        self._lost["other"] += max(0.0, passed - told)
+        self._device_seconds += passed * self._ranks
+        self._at = max(self._at, time)
+        made = seconds.get("steps", 0.0) * scale
+        if step > self._step:
+            self._made.append((self._step, step, made))
+            self._counted += made
+            self._step = step
+            self._has_stepped, self._is_broken = True, False
+        else:  # what a step took that was broken off
+            self._lost["other"] += made
+
+    def _fail(self, time: float) -> None:
+        if self._is_broken or not self._is_up:
+            self._pass("recovery", time)
+            return
+        self._pass("detection", time)
+        self._note_failure()
+
+    def _note_failure(self) -> None:
+        """Take note of a failure; one before the first step is not counted: something given was wrong."""
+        self._is_broken = True
+        self._failures += self._has_stepped
+
+    def _end(self, time: float) -> None:
+        self._pass("recovery" if self._is_broken else "other", time)
+        self._is_up = False
+
+    def _pass(self, cause: str, until: float, ranks: int | None = None) -> None:
+        """Give the seconds up to a time to a cause."""
+        seconds = max(0.0, until - self._at)
+        self._lost[cause] += seconds
+        self._device_seconds += seconds * (self._ranks if ranks is None else ranks)
+        self._at = max(self._at, until)
