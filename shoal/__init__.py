@@ -17,9 +17,10 @@ if TYPE_CHECKING:
     from shoal.parallel import parallelize
     from shoal.plan import Plan
     from shoal.planner import choose
+    from shoal.run import account
     from shoal.train import Trainer, load, save
 
-__all__ = ["Cluster", "Plan", "Trainer", "choose", "load", "parallelize", "save", "verdict"]
+__all__ = ["Cluster", "Plan", "Trainer", "account", "choose", "load", "parallelize", "save", "verdict"]
 
 if "torch" in sys.modules:  # otherwise torch registers the backend "shoal" itself, when it is imported
     importlib.import_module("shoal.collectives")
@@ -28,6 +29,7 @@ _HOMES = {
     "Cluster": "shoal.cluster",
     "Plan": "shoal.plan",
     "Trainer": "shoal.train",
+    "account": "shoal.run",
     "choose": "shoal.planner",
     "load": "shoal.train",
     "parallelize": "shoal.parallel",

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from shoal.cli.account import account_text
 from shoal.cli.breakdown import (
     breakdown_summary,
     collectives_text,
@@ -28,11 +29,12 @@ from shoal.cli.table import labelled, table_of
 from shoal.cli.timelines import timeline_at
 from shoal.cli.verdict import verdict_summary, verdict_text
 from shoal.cluster import Cluster
+from shoal.cost.outlook import account_summary
 from shoal.diagnosis import verdict
 from shoal.errors import RunError, UserError
 from shoal.foreign import is_foreign
 from shoal.plan import Plan
-from shoal.run import Run, json_number, speed_of
+from shoal.run import Run, account, json_number, speed_of
 from shoal.simulate import (
     Prediction,
     StageTimes,
@@ -115,9 +117,11 @@ def run(args: argparse.Namespace) -> int:
         _require_rank(opened, breakdown, args.rank)
     summary = summarise(opened, breakdown, stage_times(timeline), rank=args.rank)
     summary["exchanged"] = _exchanged(summary, timeline)
+    cluster = Cluster.parse(args.cluster) if args.cluster is not None else recorded_cluster(opened)
+    summary["account"] = account_summary(account(opened), opened.description, cluster)
     if breakdown is not None:
         summary["verdict"] = verdict_summary(verdict(timeline))
-        summary |= _predicted(opened, args.cluster, timeline)
+        summary |= _predicted(opened, cluster, timeline, is_asked=args.cluster is not None)
         if args.collectives:
             summary["each_collective"] = [asdict(each) for each in named_collectives(timeline)]
     if args.trace is not None:
@@ -160,22 +164,21 @@ def _report_foreign(args: argparse.Namespace) -> int:
     return 0
 
 
-def _predicted(run: Run, cluster: str | None, measured: Timeline) -> dict[str, Any]:
+def _predicted(run: Run, cluster: Cluster | None, measured: Timeline, *, is_asked: bool) -> dict[str, Any]:
     """Return the comparison on the machines that are named, or that the run was given; empty without any.
 
     A failed prediction is an error only if the user asked for the prediction.
     """
-    found = Cluster.parse(cluster) if cluster is not None else recorded_cluster(run)
-    if found is None:
+    if cluster is None:
         return {}
     try:
-        predicted = Prediction.of(run, found).seconds_by_kind()
+        predicted = Prediction.of(run, cluster).seconds_by_kind()
     except UserError as error:
-        if cluster is not None:
+        if is_asked:
             raise
         print(f"not predicted: {error.given}", file=sys.stderr)
         return {}
-    return {"cluster": found.name, "kinds": kinds_compared(predicted, measured)}
+    return {"cluster": cluster.name, "kinds": kinds_compared(predicted, measured)}
 
 
 def _exchanged(summary: Mapping[str, Any], timeline: Timeline) -> dict[str, float] | None:
@@ -284,6 +287,8 @@ def _write_trace(run: Run, timeline: Timeline, rank: int | None, path: Path) -> 
 
 def _text(summary: Mapping[str, Any]) -> str:
     paragraphs = [_heading(summary)]
+    if summary.get("account") is not None:
+        paragraphs.append(account_text(summary["account"]))
     if (breakdown := summary["breakdown"]) is None:
         paragraphs.append(
             "The run has no timeline of steps under this Plan, so it cannot say where the time went."

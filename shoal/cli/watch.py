@@ -110,6 +110,8 @@ def line_of(seen: Seen) -> str:
             told.append(f"{label} {values[name]:{form}}")
     if seen.left:
         told.append(f"{format_seconds(seen.left)} left")
+    if seen.account is not None:
+        told.append(f"goodput {seen.account.goodput:.1%}")
     shares = [f"{words(name)} {share:.0%}" for name, share in seen.shares().items() if share >= 0.005]
     if seen.verdict.bottleneck is not None:
         told.append(f"bound by {seen.verdict.bottleneck}")
@@ -118,6 +120,7 @@ def line_of(seen: Seen) -> str:
 
 def _print_json(seen: Seen) -> None:
     from shoal.cli.verdict import verdict_summary
+    from shoal.cost.outlook import account_summary
     from shoal.run import json_number
 
     ranks = seen.breakdown.ranks if seen.breakdown is not None else ()
@@ -127,6 +130,7 @@ def _print_json(seen: Seen) -> None:
         "values": {name: json_number(value) for name, value in seen.values.items()},
         "seconds_left": seen.left,
         "seconds_quiet": seen.quiet,
+        "account": account_summary(seen.account, seen.description),
         "parts": seen.breakdown.parts.disjoint() if seen.breakdown is not None else None,
         "ranks": {str(each.rank): each.parts.disjoint() for each in ranks},
         "verdict": verdict_summary(seen.verdict),

@@ -40,6 +40,7 @@ _LOOKS: Mapping[str, tuple[str, str]] = {
 _LEVELS = "▁▂▃▄▅▆▇█"
 _MOST_RANKS = 16
 _MOST_SENTENCES = 5
+_MOST_LOSSES = 4
 _LABEL = 10  # columns
 
 
@@ -67,7 +68,12 @@ class Drawing:
 
 def drawn(seen: Seen, width: int) -> Group:
     """Return the picture of a run for a terminal of a width."""
-    parts: list[RenderableType] = [_heading(seen), _progress(seen, width), *_curves(seen, width)]
+    parts: list[RenderableType] = [
+        _heading(seen),
+        _progress(seen, width),
+        *_curves(seen, width),
+        *_goodput(seen),
+    ]
     if seen.breakdown is not None:
         parts += [Text(), _legend(seen), *_ranks(seen.breakdown, width)]
         parts += [Text(), *map(Text, seen.verdict.sentences()[:_MOST_SENTENCES])]
@@ -120,6 +126,16 @@ def _curves(seen: Seen, width: int) -> list[Text]:
     if "validation_loss" in values:
         lines.append(Text("validation".ljust(_LABEL)).append(f" {values['validation_loss']:.3f}"))
     return lines
+
+
+def _goodput(seen: Seen) -> list[Text]:
+    account = seen.account
+    if account is None or not account.wall:
+        return []
+    lost = sorted(account.lost.items(), key=lambda each: -each[1])[:_MOST_LOSSES]
+    told = "  ".join(f"{name} {seconds / account.wall:.1%}" for name, seconds in lost if seconds)
+    line = Text("goodput".ljust(_LABEL)).append(f"{account.goodput:.1%}", style="bold")
+    return [line.append(f" of {format_seconds(account.wall)}, lost: {told}")]
 
 
 def sparkline(points: Sequence[float], columns: int) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, final
 
 from shoal.diagnosis import Verdict, verdict
-from shoal.run import Run
+from shoal.run import Account, FollowedAccount, Run
 from shoal.run.alive import is_alive
 from shoal.run.follow import FollowedFile, sampled_lines
 from shoal.run.metrics import NOT_FINITE
@@ -45,6 +45,7 @@ class Seen:
         loss: The loss over the whole run, in order of steps.
         tokens_per_second: The speed over the whole run.
         left: Seconds until the last step, at the present pace; None if that is not known.
+        account: Where the wall clock of the run went; None if it has no events.
         timeline: The newest recorded steps of all ranks.
         breakdown: Where their time went; None without a finished step.
         verdict: What bounds them, and who is late; it may say that it knows too little.
@@ -58,6 +59,7 @@ class Seen:
     loss: tuple[float, ...]
     tokens_per_second: tuple[float, ...]
     left: float | None
+    account: Account | None
     timeline: Timeline
     breakdown: Breakdown | None
     verdict: Verdict
@@ -111,6 +113,7 @@ class WatchedRun:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._metrics = FollowedFile(run.metrics_file)
+        self._account = FollowedAccount(run)
         self._ranks: dict[Path, _FollowedRank] = {}
         self._values: dict[str, float] = {}
         self._curves = {name: _Curve() for name in ("loss", "tokens_per_second")}
@@ -150,6 +153,7 @@ class WatchedRun:
             loss=tuple(self._curves["loss"].points),
             tokens_per_second=tuple(self._curves["tokens_per_second"].points),
             left=self._left(),
+            account=self._account.look(),
             timeline=timeline,
             breakdown=breakdown,
             verdict=judged,

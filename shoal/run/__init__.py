@@ -9,6 +9,7 @@ from shoal.run.account import CAUSES, Account, Ledger, account
 from shoal.run.decisions import Decision, read_decisions, write_decision
 from shoal.run.directory import Run, default_path
 from shoal.run.events import Event, read_events, write_event
+from shoal.run.followed_account import FollowedAccount
 from shoal.run.memory import OUTSIDE, MeasuredMemory, UnitMemory, write_memory
 from shoal.run.metrics import json_number, metrics_line, read_metrics
 from shoal.run.speed import Speed, speed_of, tokens_per_second
@@ -19,6 +20,7 @@ __all__ = [
     "Account",
     "Decision",
     "Event",
+    "FollowedAccount",
     "Ledger",
     "MeasuredMemory",
     "Run",

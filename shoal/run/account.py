@@ -17,6 +17,10 @@ its restarts. Each second has one cause, so that steps and losses sum to the wal
 
 The time that the first rank spends stands for all ranks. If everything was killed at once, nobody noted the
 failure: the time up to the next command is `waiting`, and its start is `recovery`.
+
+Where the first rank was killed, its last line may be older than its last step. If these steps are in the
+state that the run goes on from, they count, with as many seconds each as the steps before them. If not, their
+seconds stay in `detection` or `waiting`.
 """
 
 from __future__ import annotations
@@ -61,6 +65,7 @@ class Account:
         lost: Seconds lost by each of `CAUSES`.
         failures: Failures since which steps were made, or that broke off steps.
         launches: Commands that started ranks.
+        ranks: Number of ranks that ran last.
         device_seconds: Seconds of all ranks, without the time in which none ran.
     """
 
@@ -72,6 +77,7 @@ class Account:
     lost: Mapping[str, float]
     failures: int
     launches: int
+    ranks: int
     device_seconds: float
 
     @property
@@ -146,6 +152,7 @@ class Ledger:
         self._is_up = False  # ranks run, as far as is known
         self._has_stepped = False  # in the present group of ranks
         self._is_broken = False  # a failure was noticed, and no step was made since
+        self._gap = ("other", 0.0)  # the last time without a line, and what it is lost by
         self._starting = "start"  # what the time before the first step is lost by
         for event in events:
             self.take(event)
@@ -182,6 +189,7 @@ class Ledger:
             lost=dict(self._lost),
             failures=self._failures,
             launches=self._launches,
+            ranks=self._ranks,
             device_seconds=self._device_seconds,
         )
 
@@ -193,7 +201,7 @@ class Ledger:
                 self._note_failure()
             self._launched = launched
             self._launches += 1
-            self._pass("waiting", launched, ranks=0)
+            self._pass_gap("waiting", launched, ranks=0)
             self._starting = "recovery" if self._is_broken else "start"
         else:  # another group of ranks under the same command
             self._starting = "recovery"
@@ -210,6 +218,14 @@ class Ledger:
             self._lost["repeated"] += seconds - kept
             if kept:
                 self._made.append((after, step, kept))
+        if self._made and step > self._step:
+            after, last, seconds = self._made[-1]
+            cause, lost = self._gap
+            made = min(lost, seconds / (last - after) * (step - self._step))
+            self._lost[cause] -= made
+            self._counted += made
+            self._made.append((self._step, step, made))
+        self._gap = ("other", 0.0)
         self._step = step
 
     def _spend(self, time: float, step: int, seconds: Mapping[str, float]) -> None:
@@ -237,7 +253,7 @@ class Ledger:
         if self._is_broken or not self._is_up:
             self._pass("recovery", time)
             return
-        self._pass("detection", time)
+        self._pass_gap("detection", time)
         self._note_failure()
 
     def _note_failure(self) -> None:
@@ -248,6 +264,13 @@ class Ledger:
     def _end(self, time: float) -> None:
         self._pass("recovery" if self._is_broken else "other", time)
         self._is_up = False
+
+    def _pass_gap(self, cause: str, until: float, ranks: int | None = None) -> None:
+        """Give the seconds since the last line to a cause; steps may have been made in them."""
+        before = self._lost[cause]
+        self._pass(cause, until, ranks)
+        if self._lost[cause] > before:
+            self._gap = cause, self._lost[cause] - before
 
     def _pass(self, cause: str, until: float, ranks: int | None = None) -> None:
         """Give the seconds up to a time to a cause."""

@@ -26,7 +26,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Event", "read_events", "write_event"]
+__all__ = ["Event", "parse_events", "read_events", "write_event"]
 
 Event = dict[str, Any]
 """One event: a JSON object with `time` and `event`."""
@@ -60,18 +60,22 @@ def write_event(path: Path, event: str, *, at: float | None = None, **values: An
 
 
 def read_events(paths: Iterable[Path]) -> list[Event]:
-    """Return the events of some files in the order of their times; lines that cannot be read are left out."""
-    found: list[Event] = []
+    """Return the events of some files in the order of their times; see `parse_events`."""
+    lines: list[str] = []
     for path in paths:
+        with contextlib.suppress(OSError):
+            lines += path.read_text(encoding="utf-8", errors="replace").splitlines()
+    return parse_events(lines)
+
+
+def parse_events(lines: Iterable[str]) -> list[Event]:
+    """Return the events of some lines in the order of their times; lines that cannot be read are left out."""
+    found: list[Event] = []
+    for line in lines:
         try:
-            lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-        except OSError:
+            told = json.loads(line)
+            if isinstance(told["event"], str) and math.isfinite(told["time"]):
+                found.append(told)
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
             continue
-        for line in lines:
-            try:
-                told = json.loads(line)
-                if isinstance(told["event"], str) and math.isfinite(told["time"]):
-                    found.append(told)
-            except (ValueError, KeyError, TypeError, RecursionError):
-                continue
-    return sorted(found, key=lambda told: told["time"])
+    return sorted(found, key=lambda told: float(told["time"]))

@@ -60,6 +60,7 @@ def live(run: Watched, query: Query) -> dict[str, Any]:
         "parts": None if breakdown is None else _parts(breakdown),
         "heat": None if breakdown is None else _heat(timeline, breakdown, measure),
         "verdict": _verdict(run),
+        "account": run.account,
         "predicted": compared,
     }
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shoal.cost.outlook import best_interval
+from shoal.cost.outlook import best_interval, seconds_between_failures
 from shoal.errors import ShoalError
 from shoal.web.query import Query
 from shoal.web.watched import Watched
@@ -40,6 +40,7 @@ def saves(run: Watched, query: Query) -> dict[str, Any]:
     pauses = list(_pauses(run))
     return {
         "notices": notices,
+        "account": run.account,
         "checkpoints": _checkpoints(run.run.checkpoints),
         "pauses": pauses,
         "interval": _interval(run, [each["seconds"] for each in pauses]),
@@ -111,13 +112,19 @@ def _interval(run: Watched, pauses: list[float]) -> dict[str, Any] | None:
     steps = speeds[speeds > 0]
     if not isinstance(checkpoint, dict) or not pauses or not len(steps):
         return None
-    hours, pause, step = checkpoint.get("mtbf"), sum(pauses) / len(pauses), float(np.median(steps))
-    if not isinstance(hours, int | float) or not 0 < hours < math.inf:
+    expected, pause, step = checkpoint.get("mtbf"), sum(pauses) / len(pauses), float(np.median(steps))
+    if not isinstance(expected, int | float) or not 0 < expected < math.inf:
         return None
-    seconds = best_interval(pause, hours * _HOUR)
+    account = run.account or {"failures": 0, "wall_seconds": 0.0, "lost_seconds": {"waiting": 0.0}}
+    running = account["wall_seconds"] - account["lost_seconds"]["waiting"]
+    between = seconds_between_failures(expected * _HOUR, account["failures"], running)
+    seconds = best_interval(pause, between)
     return {
         "every": checkpoint.get("every"),
-        "mtbf_hours": hours,
+        "expected_hours": expected,
+        "failures": account["failures"],
+        "hours": running / _HOUR,
+        "mtbf_hours": between / _HOUR,
         "pause": pause,
         "step": step,
         "best_seconds": seconds,

@@ -9,9 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from shoal.cost.outlook import account_summary
 from shoal.diagnosis import POLICY, Verdict, verdict
 from shoal.errors import ShoalError, UserError
-from shoal.run import Run
+from shoal.run import FollowedAccount, Run
 from shoal.simulate import Prediction, kinds_compared, mark_bubbles, recorded_cluster
 from shoal.timeline import Breakdown, Timeline, explain
 from shoal.web.metrics_tail import MetricsTail
@@ -43,6 +44,7 @@ class Watched:
         self.metrics = MetricsTail(run.metrics_file)
         self.files = TimelineFiles(run.timeline)
         self.lock = threading.RLock()
+        self._account = FollowedAccount(run)
         self._recent: tuple[Timeline, Breakdown | None] = (Timeline([]), None)
         self._verdict: Verdict | None = None
         self._compared: list[dict[str, Any]] | None = None
@@ -112,6 +114,11 @@ class Watched:
     def _predicted(self) -> Mapping[str, float]:
         assert isinstance(self.prediction, Prediction)
         return self.prediction.seconds_by_kind()
+
+    @property
+    def account(self) -> dict[str, Any] | None:
+        """Where the wall clock of the run went, and what it costs; None if the run has no events."""
+        return account_summary(self._account.look(), self.run.description, recorded_cluster(self.run))
 
     @property
     def is_behind(self) -> bool:

@@ -5,6 +5,7 @@ from shoal.cost.outlook.failure_rate import seconds_between_failures
 from shoal.cost.outlook.goodput import best_interval, goodput
 from shoal.cost.outlook.long_run import RESTART, STORAGE, LongRun, long_run
 from shoal.cost.outlook.observation import Observation
+from shoal.cost.outlook.run_cost import account_summary
 
 __all__ = [
     "RESTART",
@@ -12,6 +13,7 @@ __all__ = [
     "Band",
     "LongRun",
     "Observation",
+    "account_summary",
     "band_between",
     "band_of",
     "best_interval",

@@ -10,6 +10,7 @@ import { chart } from "./chart.js";
 import { pairs, stacked } from "./bars.js";
 import { heatMap } from "./heat.js";
 import { verdict } from "./verdict.js";
+import { accountFigure } from "./account.js";
 
 const PARTS = [
   "compute", "launch", "exposed_communication", "bubble", "data_wait", "file_wait", "straggler_wait", "other",
@@ -60,7 +61,7 @@ function take(found) {
 
 function build() {
   const top = h("div");
-  const figures = [lossFigure(), speedFigure(), partsFigure(), heatFigure(), comparedFigure()];
+  const figures = [lossFigure(), speedFigure(), partsFigure(), accountFigure(() => data.account), heatFigure(), comparedFigure()];
   const told = h("div");
   const element = h("div", {}, top, told,
     h("div", { class: "pair" }, figures[0].element, figures[1].element),
@@ -99,6 +100,7 @@ function cards() {
     ["loss", digits(now.loss, 4), now.validation_loss === null ? "" : `validation ${digits(now.validation_loss, 4)}`],
     ["tokens/s", count(now.tokens_per_second), `${count(now.tokens_per_second_per_device)} a device`],
     ["MFU", percent(now.mfu), now.mfu === null ? "the device's peak is not known" : "of the devices' peak"],
+    ["goodput", percent(data.account?.goodput), data.account ? `of ${seconds(data.account.wall_seconds)}` : "not recorded"],
     ["step time", seconds(data.parts ? data.parts.wall : now.step_seconds), left > 0 ? `${seconds(left)} left` : ""],
   ];
   return h("ul", { class: "cards" }, entries.map(([name, value, small]) =>

@@ -7,11 +7,12 @@ import { load } from "./source.js";
 import { begin, notices, page, say } from "./frame.js";
 import { figure, numbers } from "./figure.js";
 import { chart } from "./chart.js";
+import { accountFigure } from "./account.js";
 
 begin(async () => {
   const data = await load("saves", all("run"));
   say("");
-  replace(page, notices(data.notices), saved(data), data.pauses.length ? pauses(data).element : null, interval(data.interval), restarts(data), members(data), decisions(data), trouble(data));
+  replace(page, notices(data.notices), accountFigure(() => data.account).element, saved(data), data.pauses.length ? pauses(data).element : null, interval(data.interval), restarts(data), members(data), decisions(data), trouble(data));
 });
 
 function saved(data) {
@@ -43,7 +44,7 @@ function interval(found) {
   return h("section", { class: "panel" }, h("h2", {}, "How often to save"),
     h("p", {}, `This run saves every ${found.every === "auto" ? "so many steps as it measures to be best" : `${found.every} steps`}. `
       + `With a pause of ${seconds(found.pause)}, steps of ${seconds(found.step)} and a failure every ${digits(found.mtbf_hours)} hours `
-      + `(checkpoint.mtbf), it loses least with a save every ${whole(found.best_steps)} steps, which is ${seconds(found.best_seconds)} (Young, 1974).`));
+      + `(expected ${digits(found.expected_hours)} by checkpoint.mtbf, seen ${whole(found.failures)} in ${digits(found.hours)} hours), it loses least with a save every ${whole(found.best_steps)} steps, which is ${seconds(found.best_seconds)} (Young, 1974).`));
 }
 
 function restarts(data) {
