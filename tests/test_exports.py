@@ -55,7 +55,17 @@ def test_a_package_opens_with_what_lives_there_in_at_most_ten_lines(name):
 
 
 def test_shoal_exports_its_names_from_their_homes():
-    assert shoal.__all__ == ["Cluster", "Plan", "Trainer", "choose", "load", "parallelize", "save", "verdict"]
+    assert shoal.__all__ == [
+        "Cluster",
+        "Plan",
+        "Trainer",
+        "account",
+        "choose",
+        "load",
+        "parallelize",
+        "save",
+        "verdict",
+    ]
     assert shoal.Cluster is importlib.import_module("shoal.cluster").Cluster
     assert shoal.choose is importlib.import_module("shoal.planner").choose
     assert shoal.Plan is importlib.import_module("shoal.plan").Plan

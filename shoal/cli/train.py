@@ -127,6 +127,7 @@ def _is_program() -> bool:
 
 def _on_this_machine(args: argparse.Namespace, nursery: Nursery | None) -> int:
     from shoal.launch import RankLog, World, choose_device, keep_output
+    from shoal.run import Run, write_event
     from shoal.train import check, nothing_left_to_do
 
     elasticity = _elasticity(args)
@@ -138,10 +139,15 @@ def _on_this_machine(args: argparse.Namespace, nursery: Nursery | None) -> int:
         return 0
     check(job)
     choose_device(job.config.device, 0)
-    if job.processes == 1 and elasticity is None:
-        with keep_output(RankLog(job.path / "log", 0, 1)):
-            return _as_rank(World(rank=0, ranks=1, local_rank=0, master=("", 0)), lambda: job)
-    return _on_local_ranks(job, nursery, elasticity)
+    try:
+        if job.processes == 1 and elasticity is None:
+            with keep_output(RankLog(job.path / "log", 0, 1)):
+                return _as_rank(World(rank=0, ranks=1, local_rank=0, master=("", 0)), lambda: job)
+        return _on_local_ranks(job, nursery, elasticity)
+    finally:
+        events = Run(job.path).events_file
+        if events.exists():
+            write_event(events, "ended", reason="the command ends")
 
 
 def _elasticity(args: argparse.Namespace) -> Elasticity | None:
@@ -202,7 +208,7 @@ def _as_rank(world: World, choose: Callable[[], Job]) -> int:
 
 def _on_local_ranks(job: Job, nursery: Nursery | None, elasticity: Elasticity | None) -> int:
     from shoal.launch import launch, launch_elastic
-    from shoal.run import Run, write_event
+    from shoal.run import Run
     from shoal.train import FOLDER, memory_folder
 
     run = Run(job.path)
@@ -235,9 +241,6 @@ def _on_local_ranks(job: Job, nursery: Nursery | None, elasticity: Elasticity | 
             if error.exit_code in _FAILED and (text := _how_to_go_on(job.path)):
                 error.detail = f"{error.detail}\n\n{text}".lstrip()
             raise
-        finally:
-            if run.path.is_dir():
-                write_event(run.events_file, "ended", reason="the command ends")
 
 
 def _how_to_go_on(run: Path) -> str:

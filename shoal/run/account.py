@@ -158,12 +158,15 @@ class Ledger:
             self.take(event)
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Take note of an event."""
+        """Take note of an event; nothing is known of the time before ranks began."""
+        if self._began is None and event.get("event") != "began":
+            return
         try:
             time = float(event["time"])
             match event["event"]:
                 case "began":
-                    self._begin(time, float(event["launched"]), int(event["ranks"]))
+                    launched = min(time, float(event["launched"]))
+                    self._begin(time, launched, int(event["ranks"]))
                 case "loaded":
                     self._go_back(int(event["step"]))
                 case "spent":

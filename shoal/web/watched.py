@@ -118,7 +118,11 @@ class Watched:
     @property
     def account(self) -> dict[str, Any] | None:
         """Where the wall clock of the run went, and what it costs; None if the run has no events."""
-        return account_summary(self._account.look(), self.run.description, recorded_cluster(self.run))
+        try:
+            cluster = recorded_cluster(self.run)
+        except ShoalError:  # the prediction tells of it
+            cluster = None
+        return account_summary(self._account.look(), self.run.description, cluster)
 
     @property
     def is_behind(self) -> bool:
