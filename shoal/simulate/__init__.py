@@ -4,12 +4,22 @@
 `Simulation`, which has a Timeline like that of a recorded run. `traffic_of` lists what a rank communicates,
 and by which algorithm. `measured_timeline` reads the Timeline of a run, `mark_bubbles` marks the idle time
 that its pipeline schedule forced, `stage_times` says how long each stage works, and `picture` draws a step.
-`course_of` simulates workers that are not equally fast. `Prediction` is of a run.
+`course_of` simulates workers that are not equally fast. `failure_courses` play long runs whose nodes fail.
+`Prediction` is of a run.
 Imports no torch.
 """
 
 from shoal.simulate.bubble import mark_bubbles
 from shoal.simulate.engine import BUBBLE
+from shoal.simulate.failures import (
+    LOSSES,
+    Courses,
+    FailureCourse,
+    FailureModel,
+    Tail,
+    failure_course,
+    failure_courses,
+)
 from shoal.simulate.measured import measured_timeline, recorded_cluster
 from shoal.simulate.picture import picture
 from shoal.simulate.played import played_parts, played_passes, played_seconds
@@ -22,15 +32,22 @@ from shoal.simulate.workers import Course, Meeting, course_of
 
 __all__ = [
     "BUBBLE",
+    "LOSSES",
     "Communication",
     "Course",
+    "Courses",
+    "FailureCourse",
+    "FailureModel",
     "Meeting",
     "Prediction",
     "Simulation",
     "StageTimes",
+    "Tail",
     "Traffic",
     "Uneven",
     "course_of",
+    "failure_course",
+    "failure_courses",
     "kinds_compared",
     "mark_bubbles",
     "measured_timeline",

