@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shoal.cli.band import band_summary, band_text
 from shoal.cli.breakdown import breakdown_summary, collectives_text, parts_text, ranks_text
+from shoal.cli.failures import add_failures, failures_summary, failures_text
 from shoal.cli.files import write_file, write_text
 from shoal.cli.offload import offload_summary, offload_text
 from shoal.cli.outlook import add_outlook, as_asked, long_run_of, long_run_summary, long_run_text
@@ -66,6 +67,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     add_arguments(parser)
     parser.add_argument("--batch", metavar="N", type=int, required=True, help="sequences in a step")
     add_outlook(parser)
+    add_failures(parser)
     parser.add_argument(
         "--slow",
         metavar="WORKER=FACTOR",
@@ -118,6 +120,9 @@ def run(args: argparse.Namespace) -> int:
     summary = _summary(simulation, memory) | (
         {"long_run": long_run_summary(run, cluster)} if run is not None else {}
     )
+    played = failures_summary(args.failures, run, cluster, simulation.plan, simulation.seconds)
+    if played is not None:
+        summary["failures"] = played
     if args.slow:
         summary["workers"] = _workers_summary(simulation, args.slow)
     if simulation.plan.tiers.moved:
@@ -126,6 +131,8 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(summary, indent=2))
     else:
         print(_text(summary) + (f"\n\n{long_run_text(run, cluster)}" if run is not None else ""))
+        if played is not None:
+            print(f"\n{failures_text(played)}")
         if args.slow:
             print(f"\n{_workers_text(summary['workers'], args.slow)}")
         if "offload" in summary:
