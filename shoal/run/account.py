@@ -200,7 +200,7 @@ class Ledger:
         if self._began is None:
             self._began = self._at = launched
         if launched > self._launched:
-            if self._is_up:  # the command before was killed, and nobody noted it
+            if self._is_up and not self._is_broken:  # the command before was killed, and nobody noted it
                 self._note_failure()
             self._launched = launched
             self._launches += 1

@@ -167,10 +167,10 @@ class CheckpointConfig(Section):
 
     every: Annotated[int, Field(ge=0)] | Literal["auto"] = 100
     """Steps between checkpoints; 0 saves only at the end. "auto" chooses them by the measured time of a step,
-    the time for which a save stops training, and `mtbf`.
+    the time for which a save stops training, `mtbf`, and the failures that the run has seen.
     """
     mtbf: float = Field(default=24.0, gt=0)
-    """Mean time between failures of the whole run, in hours, for every = "auto"."""
+    """Mean time between failures of the whole run, in hours, as expected before it, for every = "auto"."""
     background: bool = True
     """Whether checkpoints are written beside the training, which waits for a copy of the state only. The copy
     takes as much host memory as the state.

@@ -138,6 +138,21 @@ def test_the_interval_follows_the_time_to_save_and_the_mean_time_between_failure
     assert said[0].startswith(f"a checkpoint every {every} steps of 100 ms: training waits 500 ms for one")
 
 
+def test_the_interval_follows_the_failures_that_the_run_has_seen(tmp_path):
+    trainer, said = Told(), []
+    account = SimpleNamespace(failures=4, running=3600.0)
+    config = CheckpointConfig(every="auto", mtbf=24.0)
+    saving = Saving(trainer, config, tmp_path, {}, SingleProcess(), said.append, lambda: account)
+    saving.begin()
+    for _ in range(10):
+        trainer.step_count += 1
+        saving.stepped(0.1)
+        saving.save_if_due(trainer.step_count - 1)
+    every = round(math.sqrt(2 * 0.5 * 25 * 3600 / 5) / 0.1)
+    assert said[0].startswith(f"a checkpoint every {every} steps of 100 ms")
+    assert "fails every 5 h 0 min (expected 24 h 0 min, seen 4 in 1 h 0 min)" in said[0]
+
+
 def test_state_in_files_is_saved_in_the_step_because_a_copy_would_take_memory(tmp_path):
     trainer, said = Told("dp=1,offload=optimizer:file"), []
     saving = Saving(trainer, CheckpointConfig(every=1), tmp_path, {}, SingleProcess(), said.append)

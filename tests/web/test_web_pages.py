@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from shoal.cli.main import main
 from shoal.cost import AlphaBeta, find_algorithm
 from shoal.cost.collectives import MOVED, motion
+from shoal.run import write_event
 from shoal.web.app import STATIC
 from shoal.web.bundle import bundle
 from shoal.web.collectives import collectives, terms_of
@@ -121,6 +122,19 @@ def test_checkpoints_pauses_restarts_and_trouble_are_found(run):
     assert data["trouble"] == [{"log": "rank-00001.log", "line": "RuntimeError: the device is gone"}]
     best = (2 * 24 * 3600 * 0.5) ** 0.5  # Young
     assert data["interval"]["best_steps"] == round(best / 0.3)
+    assert data["account"] is None
+
+
+def test_the_interval_follows_the_failures_that_were_seen(run):
+    with run.timeline_file(0).open("a") as file:
+        file.write('{"kind":"checkpoint","start":9.4,"duration":0.5}\n')
+    write_event(run.events_file, "began", at=0.0, launched=0.0, ranks=2)
+    write_event(run.events_file, "spent", at=7200.0, step=9, seconds={"steps": 7200.0})
+    write_event(run.events_file, "failed", at=7200.0)
+    data = saves(Watched(run), Query())
+    assert data["account"]["failures"] == 1
+    assert data["interval"]["mtbf_hours"] == (24 + 2) / 2
+    assert data["interval"]["best_steps"] == round((2 * 13 * 3600 * 0.5) ** 0.5 / 0.3)
 
 
 @pytest.mark.parametrize("name", PAGES)
