@@ -230,7 +230,7 @@ def picture(play: Play) -> str:
     ]
     marks = ((0.9, "Llama 3: above 90 %"), (0.97, "ByteRobust: 97 %"))
     drawn = panel(0, left, 0.8, "minutes from a failure to the next step", marks)
-    drawn += panel(460, right, 0.0, "spare nodes, of 2,048", ())
+    drawn += panel(460, right, 0.0, "spare nodes beside 2,048", ())
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 920 380" '
         'font-family="sans-serif" font-size="12">\n'

@@ -7,8 +7,11 @@ import signal
 from collections import defaultdict
 
 import pytest
+from run_stand_ins import shoal
 
+from shoal.record import Logger, Loggers
 from shoal.run import account
+from shoal.train import execution
 
 # The schedule is called at the beginning of each step, on every rank. A command that goes on has no fault.
 FAULTS = """
@@ -103,3 +106,31 @@ def seconds_of_steps(path):
         if "step_seconds" in values:
             made[values["step"]].append(values["step_seconds"])
     return sum(each[-1] for each in made.values()), sum(sum(each[:-1]) for each in made.values())
+
+
+def test_receivers_of_metrics_get_the_account_and_the_metrics_file_does_not(tiny_run, tmp_path, monkeypatch):
+    received = Received()
+    monkeypatch.setattr(execution, "open_destinations", lambda *_: Loggers([received]))
+    code, _, told = shoal(["train", *tiny_run, "--nproc", "1", "--set", "steps=5", "--run", "one"], tmp_path)
+    assert code == 0, told
+    step, values = received.values[-1]
+    found = account(tmp_path / "one")
+    assert step == 5
+    assert values["counted_step_seconds"] == pytest.approx(found.steps)
+    assert {name.removeprefix("lost_seconds_") for name in values if "lost" in name} == set(found.lost)
+    assert 0 < values["goodput"] < 1
+    assert "goodput" not in (tmp_path / "one" / "metrics.jsonl").read_text()
+
+
+class Received(Logger):
+    """Keeps what a receiver of metrics gets of the account."""
+
+    def __init__(self):
+        self.values = []
+
+    def log(self, step, values):
+        if "goodput" in values:
+            self.values.append((step, values))
+
+    def close(self):
+        pass

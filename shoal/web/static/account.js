@@ -6,7 +6,7 @@ import { figure, legend } from "./figure.js";
 import { stacked } from "./bars.js";
 
 const COLORS = {
-  steps: "forward", start: "launch", compile: "optimizer", load: "input", save: "checkpoint", validation: "weight",
+  steps: "forward", start: "launch", compile: "optimizer", load: "data_wait", save: "checkpoint", validation: "backward",
   detection: "collective", recovery: "wait", repeated: "straggler_wait", waiting: "bubble", other: "other",
 };
 
