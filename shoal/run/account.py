@@ -162,16 +162,16 @@ class Ledger:
         if self._began is None and event.get("event") != "began":
             return
         try:
-            time = float(event["time"])
+            time = _number(event["time"])
             match event["event"]:
                 case "began":
-                    launched = min(time, float(event["launched"]))
-                    self._begin(time, launched, int(event["ranks"]))
+                    launched = min(time, _number(event["launched"]))
+                    self._begin(time, launched, int(_number(event["ranks"])))
                 case "loaded":
-                    self._go_back(int(event["step"]))
+                    self._go_back(int(_number(event["step"])))
                 case "spent":
-                    seconds = {str(name): float(value) for name, value in event["seconds"].items()}
-                    self._spend(time, int(event["step"]), seconds)
+                    seconds = {str(name): _number(value) for name, value in event["seconds"].items()}
+                    self._spend(time, int(_number(event["step"])), seconds)
                 case "failed" | "lost":
                     self._fail(time)
                 case "ended":
@@ -281,3 +281,11 @@ class Ledger:
         self._lost[cause] += seconds
         self._device_seconds += seconds * (self._ranks if ranks is None else ranks)
         self._at = max(self._at, until)
+
+
+def _number(value: Any) -> float:
+    """Return a number that can count something."""
+    number = float(value)
+    if not 0 <= number < math.inf:
+        raise ValueError(f"{value} counts nothing")
+    return number

@@ -194,6 +194,7 @@ class Execution:
             self._trainer.close()
             self._clocks.close()
             self._recorder.close()
+            self._time.write()
             self._loggers.close()
             self._profiling.close()
             if self._alive is not None:

@@ -93,20 +93,24 @@ class TimeAccount:
         self._is_closed = True
 
     def close(self, reason: str) -> None:
-        """Write what is left, and that these ranks end, unless they failed."""
+        """Write what is left, and that these ranks end, unless they failed; nobody is told any more."""
         if self._is_closed:
             return
-        self._switch(self._part)
-        self._flush()
+        self._told = lambda account: None
+        self.write()
         self._write("ended", reason=reason)
         self._is_closed = True
 
-    def leave(self) -> None:
-        """Write what is left: the ranks go on in another group."""
+    def write(self) -> None:
+        """Write and tell what is known up to now."""
         if not self._is_closed:
             self._switch(self._part)
             self._flush()
-            self._is_closed = True
+
+    def leave(self) -> None:
+        """Write what is left: the ranks go on in another group."""
+        self.write()
+        self._is_closed = True
 
     def _switch(self, part: str) -> str:
         """Give the time since the last call to the part before; return that part."""

@@ -1,6 +1,7 @@
 """The account of a run: every second of its wall clock has one cause, whatever happened to the run."""
 
 import json
+import math
 
 import pytest
 from hypothesis import given
@@ -114,6 +115,25 @@ def test_whatever_is_told_the_parts_sum_to_the_wall_clock(told):
         assert found.steps + sum(found.lost.values()) == pytest.approx(found.wall, abs=1e-6)
         assert min(found.steps, *found.lost.values()) >= -1e-9
         assert 0 <= found.count <= max(found.step, found.count)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"event": "spent", "step": 9, "seconds": {"steps": -1}},
+        {"event": "spent", "step": 9, "seconds": {"steps": math.nan}},
+        {"event": "spent", "step": -9, "seconds": {}},
+        {"event": "spent", "step": 9, "seconds": [1]},
+        {"event": "began", "launched": -math.inf, "ranks": 1},
+        {"event": "began", "launched": 1, "ranks": -1},
+        {"event": "loaded", "step": "x"},
+        {"event": "loaded"},
+        {"event": 3},
+        {},
+    ],
+)
+def test_an_event_that_is_malformed_changes_nothing(wrong):
+    assert Ledger([*BROKEN, {"time": 149, **wrong}]).account() == Ledger(BROKEN).account()
 
 
 def test_events_are_read_whole_from_both_files_and_as_they_come(tmp_path):

@@ -113,6 +113,8 @@ def test_receivers_of_metrics_get_the_account_and_the_metrics_file_does_not(tiny
     monkeypatch.setattr(execution, "open_destinations", lambda *_: Loggers([received]))
     code, _, told = shoal(["train", *tiny_run, "--nproc", "1", "--set", "steps=5", "--run", "one"], tmp_path)
     assert code == 0, told
+    assert received.is_closed
+    assert "left out" not in told
     step, values = received.values[-1]
     found = account(tmp_path / "one")
     assert step == 5
@@ -126,11 +128,13 @@ class Received(Logger):
     """Keeps what a receiver of metrics gets of the account."""
 
     def __init__(self):
+        self.is_closed = False
         self.values = []
 
     def log(self, step, values):
+        assert not self.is_closed
         if "goodput" in values:
             self.values.append((step, values))
 
     def close(self):
-        pass
+        self.is_closed = True
