@@ -64,7 +64,7 @@ def test_how_often_spares_are_used_up_follows_the_queue_whatever_the_tail(tail):
         spares=spares,
         shrinks=True,
     )
-    found = failure_courses(repaired, 400 * DAY, runs=10)
+    found = failure_courses(repaired, 400 * DAY, runs=5)
     none_left = 1 - sum(math.exp(-load) * load**count / math.factorial(count) for count in range(spares))
     assert found.without_spare == pytest.approx(none_left, rel=0.06)
 
