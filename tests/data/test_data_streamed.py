@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.data import DataConfig, Loader, StreamedSamples, open_tokenizer, order, prepare
+from shoal.data import Corpus, DataConfig, Loader, StreamedSamples, open_tokenizer, order, prepare
 from shoal.data.chunk_store import ChunkStore
 from shoal.data.chunks import plan_chunks
 from shoal.data.sources import find_files
+from shoal.data.streamed import Layout
 from shoal.data.window_order import Mark, WindowOrder
 from shoal.errors import ConfigError, DataError
 
@@ -129,11 +130,13 @@ def test_every_number_of_ranks_and_workers_sees_the_samples_of_the_reference(
     config = configure(tmp_path / "text.jsonl", tokenizer=str(word_tokenizer))
     chunks = plan_chunks(find_files(config.sources, config.suffixes), 1500)
     tokenizer = open_tokenizer(str(word_tokenizer))
+    form = Corpus(np.empty(0, dtype=np.uint8), 0, None, "", tokenizer)
     samples = []
     for workers in (0, 2):
         settings = config.model_copy(update={"workers": workers})
         store = ChunkStore(tmp_path / f"store{workers}", chunks, settings, keep=3 * width)
-        samples.append(StreamedSamples(store, sequence, width=width))
+        layout = Layout(ends=(len(chunks),), weights=(1.0,), shares=np.zeros(len(chunks)))
+        samples.append(StreamedSamples(store, layout, form, sequence, width=width))
 
     # Each chunk by itself, from the lines that begin in it.
     raw = (tmp_path / "text.jsonl").read_bytes()
