@@ -147,8 +147,13 @@ def _file_system(url: str) -> tuple[Any, str]:
     try:
         files, path = url_to_fs(url)
     except ImportError as error:
-        package = "s3fs" if kind == "s3" else str(error)
-        raise MissingExtraError(f"data of the kind {kind}", package=package, extra="store") from error
+        if kind == "s3":
+            raise MissingExtraError("data of the kind s3", package="s3fs", extra="store") from error
+        raise DataError(
+            f"{url!r} needs a package: {error}",
+            possible="file systems whose packages are installed",
+            change="install the package, or copy the data to this machine",
+        ) from error
     except ValueError as error:
         raise DataError(
             f"{url!r} is no file system that is known: {error}",
