@@ -21,8 +21,8 @@ class DataConfig(BaseModel):
 
     source: str | tuple[str, ...] | dict[str, _Weight] = "stdlib"
     """A file, a folder, or several; "stdlib" is the source of Python's own standard library, and
-    "datasets:PATH#SPLIT" a dataset of the package `datasets`, and a URL such as s3://bucket/texts a remote file
-    or folder. A table from sources to weights mixes them: each gives its share of the samples.
+    "datasets:PATH#SPLIT" a dataset of the package `datasets`, and a URL such as s3://bucket/texts a remote
+    file or folder. A table from sources to weights mixes them: each gives its share of the samples.
     """
 
     tokenizer: str = "bytes"
