@@ -38,8 +38,13 @@ def shares_aside(chunks: int, fraction: float) -> NDArray[np.float64]:
 
 
 def length_aside(lengths: int | NDArray[np.int64], shares: float | NDArray[np.float64]) -> NDArray[np.int64]:
-    """Return how many tokens, or rows, of chunks of these lengths are set aside."""
-    aside: NDArray[np.int64] = np.rint(lengths * np.asarray(shares)).astype(np.int64)
+    """Return how many tokens, or rows, of chunks of these lengths are set aside: a part is one at least.
+
+    Of a chunk that is not set aside whole, one at least is left.
+    """
+    lengths, shares = np.asarray(lengths), np.asarray(shares)
+    part = np.minimum(np.ceil(lengths * shares), np.maximum(0, lengths - 1))
+    aside: NDArray[np.int64] = np.where(shares < 1, part, lengths).astype(np.int64)
     return aside
 
 

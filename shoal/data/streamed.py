@@ -112,7 +112,7 @@ class StreamedCorpus:
             raise DataError(
                 f"of the data for validation: {error.given}",
                 possible=error.possible,
-                change=f"{error.change}; or name such data in data.validation",
+                change="give more data, or a shorter sequence length; or name other data in data.validation",
             ) from error
         if isinstance(parts[0], ChatSamples):
             parts[0].require_answers()

@@ -167,8 +167,9 @@ def test_the_share_of_all_data_is_set_aside_if_16_chunks_hold_as_much(
     assert np.count_nonzero(shares) == min(16, chunks)
     assert shares.sum() == pytest.approx(min(16, chunks, fraction * chunks))
     aside = length_aside(np.full(chunks, length), shares)
-    assert (aside >= 0).all()
-    assert (aside <= length).all()
+    assert np.array_equal(aside > 0, (shares > 0) & (length > (shares < 1)))
+    assert (np.abs(aside - shares * length) <= 1).all()
+    assert (aside[shares < 1] < max(1, length)).all()
 
 
 @pytest.mark.parametrize("chunks", [1, 10, 100, 400])
