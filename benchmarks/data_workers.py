@@ -22,6 +22,7 @@ import json
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -97,12 +98,17 @@ def with_shoal(folder: Path, workers: int) -> Iterator[Any]:
             workers=workers,
             cache=Path(cache),
         )
-        loader = Loader(prepare(config).samples("train", SEQUENCE), seed=0, batch_size=BATCH)
+        corpus = prepare(config)
+        loader = Loader(corpus.samples("train", SEQUENCE), seed=0, batch_size=BATCH)
+        before = set(threading.enumerate())
         feed = open_feed(loader, 0, 0, 1, BATCH)
         try:
             yield from feed
         finally:
             feed.close()
+            corpus.store.close()
+            for thread in set(threading.enumerate()) - before:
+                thread.join()  # the window ahead is not to be made in the turn of another contestant
 
 
 class Rows(IterableDataset):
@@ -151,7 +157,9 @@ def run(contestant: str, folder: Path, kind: str, seconds: float, batches: int) 
         next(source)
         step()
     end = time.perf_counter()
-    del source  # ends its workers
+    if hasattr(source, "close"):
+        source.close()
+    del source  # workers of a DataLoader end with it
     return first - began, end - first
 
 

@@ -308,13 +308,19 @@ def id_parts(
     Raises:
         DataError: A file cannot be read.
     """
-    trained = [np.asarray(open_ids(file, config.dtype)) for file in files]
-    held_out = [np.asarray(open_ids(file, config.dtype)) for file in validation_files]
+    trained = [_map_ids(file, config) for file in files]
+    held_out = [_map_ids(file, config) for file in validation_files]
     if held_out or len(trained) == 1:
         return [*trained, *held_out]
     bounds = [_boundary(ids, config.validation_fraction) for ids in trained]
     cut = list(zip(trained, bounds, strict=True))
     return [*(ids[:bound] for ids, bound in cut), *(ids[bound:] for ids, bound in cut)]
+
+
+def _map_ids(file: SourceFile, config: DataConfig) -> NDArray[np.integer]:
+    ids = open_ids(file, config.dtype)
+    assert isinstance(ids, np.ndarray)  # on this machine
+    return ids
 
 
 def _boundary(ids: Sized, share: float) -> int:
