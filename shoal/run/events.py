@@ -11,8 +11,9 @@ events.jsonl has one JSON object a line. Each has `time`, in seconds since the e
     {"time":.., "event":"ended", "reason":".."}                    the ranks, or their launcher, end
 
 The first rank writes it, and the launcher notes failures and its end. Each line is one write at the end of
-the file, so that lines of two processes do not mix. A "spent" line comes at most once in a second, and at
-most once in a thousandth of the run's age: a run of a month leaves some ten thousand lines.
+the file, so that lines of two processes do not mix. A "spent" line comes after the first step of a
+group of ranks, then at most once in a second and in a thousandth of the run's age: a run of a month leaves
+some ten thousand lines.
 """
 
 from __future__ import annotations

@@ -48,6 +48,7 @@ class TimeAccount:
         self._part = "start"
         self._seconds: dict[str, float] = {}
         self._step = 0
+        self._has_stepped = False
         self._is_closed = not is_writer
         self._ledger = Ledger(read_events([run.events_file, run.members_file]) if is_writer else ())
         self._write("began", launched=launched, ranks=ranks)
@@ -81,8 +82,10 @@ class TimeAccount:
             self._seconds["steps"] = self._seconds.get("steps", 0.0) - moved
             self._seconds["compile"] = self._seconds.get("compile", 0.0) + moved
         age = self._at + self._offset - self._began
-        if self._at - self._written >= max(_SOON, _SHARE * age):
+        # The first step tells that ranks train again, should they be lost soon.
+        if not self._has_stepped or self._at - self._written >= max(_SOON, _SHARE * age):
             self._flush()
+        self._has_stepped = True
 
     def failed(self, error: BaseException) -> None:
         """Note that training failed: the part that the error broke off, such as a step, is lost."""
