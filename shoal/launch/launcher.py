@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from shoal.errors import WorkerError
 from shoal.hang import LEDGERS, HangVerdict
-from shoal.launch.local_ranks import LocalRanks
+from shoal.launch.local_ranks import LocalRanks, Processes
 from shoal.launch.nursery import Nursery
 from shoal.launch.outcome import EXIT_STOPPED, Outcome, root_cause
 
@@ -39,7 +39,7 @@ __all__ = [
     "launch",
     "listen_for",
     "pass_on_signals",
-    "rank_environment",
+    "rank_environments",
     "signals_noted",
     "store_on_loopback",
 ]
@@ -94,14 +94,7 @@ def launch(
         store_on_loopback() as store,
         signals_noted() as signals,
     ):
-        environments = [
-            {
-                **os.environ,
-                **rank_environment(folder, rank, ranks, store.port, environment),
-                LAUNCHER: str(os.getpid() if nursery is None else nursery.pid),
-            }
-            for rank in range(ranks)
-        ]
+        environments = rank_environments(folder, range(ranks), ranks, store.port, environment, nursery)
         with LocalRanks(command, environments, logs, nursery) as processes:
             end = _wait_for_end(processes, signals, folder, units)
         outcomes = Outcome.read_all(Path(folder))
@@ -170,14 +163,14 @@ def _wait_for_end(
     return end
 
 
-def listen_for(processes: LocalRanks, seconds: float) -> None:
+def listen_for(processes: Processes, seconds: float) -> None:
     """Pass on the ranks' output until all ranks that are not stopped have ended, at most `seconds`."""
     until = time.monotonic() + seconds
     while set(processes.running()) > set(processes.stopped()) and time.monotonic() < until:
         processes.listen(_LOOK)
 
 
-def pass_on_signals(signals: list[signal.Signals], processes: LocalRanks) -> signal.Signals | None:
+def pass_on_signals(signals: list[signal.Signals], processes: Processes) -> signal.Signals | None:
     """Pass the signals that came on to the ranks; return the first that asks to end, if any."""
     first = None
     while signals:
@@ -194,7 +187,7 @@ def pass_on_signals(signals: list[signal.Signals], processes: LocalRanks) -> sig
     return first
 
 
-def _stop_until_continued(processes: LocalRanks) -> None:
+def _stop_until_continued(processes: Processes) -> None:
     """Stop the ranks and this process after Ctrl-Z; they continue together."""
     processes.signal(signal.SIGSTOP)
     os.kill(os.getpid(), signal.SIGSTOP)
@@ -267,33 +260,44 @@ def _terminal() -> dict[str, str]:
     return {TERMINAL: str(os.get_terminal_size(sys.stderr.fileno()).columns or 80)}
 
 
-def rank_environment(
-    folder: str, rank: int, ranks: int, port: int, environment: Mapping[str, str]
-) -> dict[str, str]:
-    """Return the environment that torchrun gives a rank, and what Shoal's own ranks need beside it.
+def rank_environments(
+    folder: str,
+    numbers: range,
+    ranks: int,
+    port: int,
+    environment: Mapping[str, str],
+    nursery: Nursery | None = None,
+) -> dict[int, dict[str, str]]:
+    """Return the environment of each rank of a host: torchrun's, and what Shoal's own ranks need beside it.
 
     Args:
-        folder: Where the rank leaves its outcome.
-        rank: The rank.
-        ranks: Number of ranks.
+        folder: Where the ranks leave their outcomes.
+        numbers: The ranks of this host.
+        ranks: Number of ranks of all hosts.
         port: Port of the store on this machine.
-        environment: Environment from which OMP_NUM_THREADS and GLOO_SOCKET_IFNAME are taken if set.
+        environment: What the ranks get beside this process's environment.
+        nursery: The Nursery that the ranks are forked from, if there is one.
     """
-    threads = max(1, (len(os.sched_getaffinity(0)) or 1) // ranks)
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+    threads = max(1, (len(os.sched_getaffinity(0)) or 1) // len(numbers))
+    common = {
+        **os.environ,
+        **environment,
         "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": str(len(numbers)),
+        "GROUP_RANK": str(numbers.start // len(numbers)),
+        "GROUP_WORLD_SIZE": str(ranks // len(numbers)),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # for torch: the store exists, rank 0 does not serve one
+        LAUNCHER: str(os.getpid() if nursery is None else nursery.pid),
         OUTCOMES: folder,
         LEDGERS: folder,
         **_terminal(),
         "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS") or str(threads),
         # Ranks on one machine need no name service and no network but loopback.
         "GLOO_SOCKET_IFNAME": environment.get("GLOO_SOCKET_IFNAME") or "lo",
+    }
+    return {
+        number: {**common, "RANK": str(number), "LOCAL_RANK": str(local)}
+        for local, number in enumerate(numbers)
     }

@@ -1,7 +1,7 @@
 """Which processes train together, where ranks may be lost and come: generations of members.
 
 A member is a process, with a number that it keeps. A generation is a list of members; a member's place in it
-is its rank. The launcher alone makes generations, and puts each into the store of the ranks:
+is its rank. One launcher alone makes generations, and puts each into the store of the ranks:
 
     launcher                               members
       generation 0: members 0, 1, 2 ------> form a group, train
@@ -35,7 +35,8 @@ AFTER = "SHOAL_AFTER"
 
 _PREFIX = "members"
 _NEWEST = "newest"
-_LOOK = 0.02  # seconds between two looks at the store
+_LOOK = 0.02  # seconds between two looks at the store of a member that waits
+_WATCH = 0.05  # seconds between two looks while it trains
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,10 @@ class Roster:
     def is_ready(self, member: int) -> bool:
         """Whether a member that was started has come."""
         return bool(self._store.check([_ready(member)]))
+
+    def is_told_broken(self) -> bool:
+        """Whether a member of the newest generation has told that its group has failed."""
+        return bool(self._store.check([_broken(self.newest)]))
 
 
 @final
@@ -158,6 +163,11 @@ class Membership:
             time.sleep(_LOOK)
         return None
 
+    def tell_broken(self) -> None:
+        """Tell the launcher that the group of this generation has failed."""
+        with contextlib.suppress(RuntimeError):  # the launcher is gone, and this process ends with it
+            self._store.set(_broken(self.generation.number), "")
+
     def leads_next(self, seconds: float) -> bool:
         """Wait for the next generation, and return whether this member is its first one.
 
@@ -179,7 +189,7 @@ class Membership:
     def _watch(self) -> None:
         """Note newer generations; end the communication of one that is broken."""
         with contextlib.suppress(RuntimeError):  # the launcher is gone, and this process ends with it
-            while not self._is_closed.wait(_LOOK):
+            while not self._is_closed.wait(_WATCH):
                 newest = self._newest()
                 with self._lock:
                     if newest is None or newest.number <= self.generation.number:
@@ -202,6 +212,10 @@ class Membership:
 
 def _here(generation: int, member: int) -> str:
     return f"{generation} has {member}"
+
+
+def _broken(generation: int) -> str:
+    return f"{generation} is broken"
 
 
 def _ready(member: int) -> str:
