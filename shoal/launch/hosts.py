@@ -35,7 +35,7 @@ from shoal.launch.token import TOKEN_FILE, read_token
 __all__ = ["Meeting", "lead", "open_meeting", "surroundings"]
 
 _LOOK = 0.05  # seconds between looks for hosts
-_LAST_CALL = 10.0  # seconds to wait for more hosts, when enough are there
+_LAST_CALL = 30.0  # seconds to wait for more hosts, when enough are there
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,6 +128,7 @@ def lead(
             services["files"] = files_service(memory)
         gate = Gate(listening, token, services)
         code, why = 1, ""
+        print(f"shoal: this host leads; others join it at {address}:{gate.port}", file=sys.stderr, flush=True)
         try:
             _wait_for_hosts(fleet, meeting, signals)
             around = {**environment, **surroundings(address, gate.port, meeting)}

@@ -72,6 +72,7 @@ class Members:
         self._least = least
         self._restarts = restarts
         self._present = processes.running()
+        self._known = set(self._present)  # members that were there at some time
         self._starting: set[int] = set()
         self._ended: set[int] = set()  # members whose end was noted since they were started
         self._started = dict.fromkeys(self._present, time.monotonic())
@@ -219,7 +220,13 @@ class Members:
         self._present = sorted([*self._present, *ready])
         self._is_due = True
         if len(self._present) >= self._least:
-            print(f"shoal: {_named(ready)}; now there are {len(self._present)}", file=sys.stderr, flush=True)
+            again = " again" if ready <= self._known else ""
+            print(
+                f"shoal: {_named(ready)}{again}; now there are {len(self._present)}",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._known |= ready
         self._note("came", ready)
 
     def _look_for_requests(self) -> None:
@@ -296,4 +303,4 @@ class Members:
 
 def _named(members: set[int]) -> str:
     numbers = ", ".join(map(str, sorted(members)))
-    return f"rank {numbers} is there again" if len(members) == 1 else f"ranks {numbers} are there again"
+    return f"rank {numbers} is there" if len(members) == 1 else f"ranks {numbers} are there"

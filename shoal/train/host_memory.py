@@ -1,0 +1,197 @@
+"""Checkpoints in the memory of several hosts, none of which holds all of one.
+
+A host keeps the files of its own ranks, and copies of those of the next host: if one host is lost, each file
+is still somewhere. Whoever goes on from such a checkpoint first gets what is missing from the others.
+
+    host 0      files of its ranks, copies of host 1's
+    host 1      files of its ranks, copies of host 2's
+    host 2      files of its ranks, copies of host 0's
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from shoal.checkpoint import (
+    REAL_FILES,
+    Coordinator,
+    Manifest,
+    attempt_together,
+    checkpoints,
+    free_path,
+    read_manifest,
+    staging_path,
+    step_of,
+)
+from shoal.collectives.interface import split_address
+from shoal.errors import CheckpointError, CommunicationError, CorruptCheckpointError
+from shoal.launch import PEER, TOKEN_FILE, Peer, read_token
+
+__all__ = ["Held", "HostMemory"]
+
+_MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a host holds of a checkpoint.
+
+    Attributes:
+        name: The checkpoint's directory.
+        files: The files that it has.
+        missing: The files that it lacks.
+    """
+
+    name: str
+    files: tuple[str, ...]
+    missing: tuple[str, ...]
+
+
+@final
+class HostMemory:
+    """The memory of the hosts of a group of ranks; all ranks make one, and call `find` and `fetch` together.
+
+    Args:
+        directory: The folder in this host's memory.
+        coordinator: All ranks.
+        environment: The environment, which names this host's launcher and the file of the token.
+
+    Attributes:
+        directory: The folder in this host's memory.
+        has_neighbours: Whether there are several hosts.
+        first: The first rank of this host, which acts for it.
+        is_first: Whether that is this rank.
+    """
+
+    def __init__(
+        self, directory: Path, coordinator: Coordinator, environment: Mapping[str, str] = os.environ
+    ) -> None:
+        self.directory = directory
+        self._coordinator = coordinator
+        own = environment[PEER]
+        self._of_ranks: list[str] = coordinator.all_gather_object(own)
+        self._hosts = list(dict.fromkeys(self._of_ranks))
+        self._own = self._hosts.index(own)
+        self._token = Path(environment[TOKEN_FILE])
+        self.has_neighbours = len(self._hosts) > 1
+        self.first = self._of_ranks.index(own)
+        self.is_first = self.first == coordinator.rank
+
+    def copy(self, staging: Path, manifest: Manifest) -> None:
+        """Copy the files that the next host has just written; see `shoal.checkpoint.Spread`.
+
+        Raises:
+            OSError: That host is gone, or there is no room.
+            CheckpointError: It does not have them, or others than the manifest says.
+        """
+        neighbour = self._hosts[(self._own + 1) % len(self._hosts)]
+        names = [name for name in manifest.files if self._of_ranks[_writer(name)] == neighbour]
+        self._fetch(neighbour, staging.name, names, staging, manifest)
+
+    def find(self) -> dict[Path, str]:
+        """Return the checkpoints that the hosts hold in full, together: a name for each, and its identity."""
+        told = self._coordinator.all_gather_object(self._held() if self.is_first else None)
+        self._holdings: dict[str, dict[str, Held]] = {
+            host: each for host, each in zip(self._of_ranks, told, strict=True) if each is not None
+        }
+        missing: dict[str, set[str]] = {}
+        names: dict[str, str] = {}
+        for holding in self._holdings.values():
+            for identity, held in holding.items():
+                lacking = set(held.missing)
+                missing[identity] = missing.get(identity, lacking) & lacking
+                names.setdefault(identity, held.name)
+        return {Path(identity, names[identity]): identity for identity, lacks in missing.items() if not lacks}
+
+    def fetch(self, identity: str) -> Path:
+        """Return a checkpoint that `find` found, once this host has all its files.
+
+        Raises:
+            CorruptCheckpointError: Another host is gone, or has other files than the manifest says.
+        """
+        purpose = "files of other hosts are missing"
+        try:
+            told = attempt_together(
+                self._coordinator, purpose, lambda: self._complete(identity) if self.is_first else None
+            )
+        except CheckpointError as error:
+            raise CorruptCheckpointError(str(error)) from error
+        return Path(str(told[self.first]))
+
+    def _held(self) -> dict[str, Held]:
+        found = {}
+        for path in checkpoints(self.directory):
+            with contextlib.suppress(CheckpointError, OSError):
+                manifest = read_manifest(path)
+                identity = hashlib.sha256((path / _MANIFEST).read_bytes()).hexdigest()
+                there = {
+                    name for name, record in manifest.files.items() if _is_there(path / name, record.size)
+                }
+                files = tuple(sorted(there)), tuple(sorted(set(manifest.files) - there))
+                found.setdefault(identity, Held(path.name, *files))
+        return found
+
+    def _complete(self, identity: str) -> Path:
+        held = self._holdings[self._hosts[self._own]].get(identity)
+        if held is not None:
+            path = self.directory / held.name
+            manifest = read_manifest(path)
+            for name in held.missing:
+                self._fetch_from_any(identity, [name], path, manifest)
+            return path
+        other = self._holders(identity)[0]
+        name = self._holdings[other][identity].name
+        staging = staging_path(self.directory, step_of(Path(name)))
+        staging.mkdir(parents=True, exist_ok=True)
+        with Peer(split_address(other, PEER), read_token(self._token)) as peer:
+            if peer.fetch(f"{name}/{_MANIFEST}", staging / _MANIFEST) != identity:
+                raise CheckpointError(f"{name} has changed on another host")
+        manifest = read_manifest(staging)
+        self._fetch_from_any(identity, list(manifest.files), staging, manifest)
+        path = free_path(self.directory, manifest.step)
+        REAL_FILES.rename(staging, path)
+        return path
+
+    def _holders(self, identity: str, file: str | None = None) -> list[str]:
+        """Return the hosts that have a file of a checkpoint, those after this one first."""
+        after = self._hosts[self._own + 1 :] + self._hosts[: self._own]
+        found = [(host, self._holdings.get(host, {}).get(identity)) for host in after]
+        return [host for host, held in found if held is not None and (file is None or file in held.files)]
+
+    def _fetch_from_any(self, identity: str, names: list[str], folder: Path, manifest: Manifest) -> None:
+        wanted: dict[str, list[str]] = {}
+        for name in names:
+            wanted.setdefault(self._holders(identity, name)[0], []).append(name)
+        for host, files in wanted.items():
+            self._fetch(host, self._holdings[host][identity].name, files, folder, manifest)
+
+    def _fetch(self, host: str, name: str, files: list[str], folder: Path, manifest: Manifest) -> None:
+        if not files:
+            return
+        try:
+            with Peer(split_address(host, PEER), read_token(self._token)) as peer:
+                for file in files:
+                    part = folder / f"{file}.part"
+                    if peer.fetch(f"{name}/{file}", part) != manifest.files[file].sha256:
+                        raise CheckpointError(f"{name}/{file} of host {host} is not what was written")
+                    part.rename(folder / file)
+        except CommunicationError as error:
+            raise CheckpointError(str(error)) from error
+
+
+def _writer(name: str) -> int:
+    """Return the rank that wrote a file, from its name."""
+    return int(name.removeprefix("rank-")[:5])
+
+
+def _is_there(path: Path, size: int) -> bool:
+    try:
+        return path.stat().st_size == size
+    except OSError:
+        return False
