@@ -6,18 +6,33 @@ Who may write to the run's directory may ask; nothing listens for it.
 from __future__ import annotations
 
 import json
+import secrets
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-__all__ = ["Requests", "ask_to_leave"]
+__all__ = ["Request", "Requests", "ask_to_leave"]
 
 _NAME = "requests.jsonl"
 _LARGEST = 1 << 16  # bytes that are read at a time
 
 
-def ask_to_leave(run: Path, what: str) -> None:
-    """Ask that a rank or a host leaves a run.
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request.
+
+    Attributes:
+        number: What it is called in the answer.
+        what: The rank or the host that is asked to leave.
+    """
+
+    number: str
+    what: str
+
+
+def ask_to_leave(run: Path, what: str) -> str:
+    """Ask that a rank or a host leaves a run; return what the answer calls this request.
 
     Args:
         run: The run's directory.
@@ -26,8 +41,10 @@ def ask_to_leave(run: Path, what: str) -> None:
     Raises:
         OSError: The directory cannot be written to.
     """
+    number = secrets.token_hex(8)
     with (run / _NAME).open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"time": time.time(), "leave": what}) + "\n")
+        file.write(json.dumps({"time": time.time(), "request": number, "leave": what}) + "\n")
+    return number
 
 
 @final
@@ -42,8 +59,8 @@ class Requests:
         self._path = None if run is None else run / _NAME
         self._read = self._size()
 
-    def take(self) -> list[str]:
-        """Return which ranks and hosts were asked to leave since the last call."""
+    def take(self) -> list[Request]:
+        """Return the requests since the last call."""
         if self._path is None or self._size() <= self._read:
             return []
         try:
@@ -53,7 +70,7 @@ class Requests:
         except OSError:
             return []
         self._read += len(whole) + len(newline)
-        return [what for line in whole.splitlines() if (what := _asked(line))]
+        return [request for line in whole.splitlines() if (request := _read(line)) is not None]
 
     def _size(self) -> int:
         try:
@@ -62,10 +79,10 @@ class Requests:
             return 0
 
 
-def _asked(line: bytes) -> str:
-    """Return who is asked to leave; "" for a line of something else."""
+def _read(line: bytes) -> Request | None:
+    """Return the request of a line; None for a line of something else."""
     try:
         told = json.loads(line)
-    except ValueError:
-        return ""
-    return str(told.get("leave", "")) if isinstance(told, dict) else ""
+        return Request(str(told["request"]), str(told["leave"]))
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -154,8 +154,8 @@ class Fleet:
             self._take(*self._told.get())
 
     def can_start(self, rank: int) -> bool:
-        """Return whether the host of a rank is there."""
-        return any(host.is_begun and rank in host.numbers for host in self.hosts)
+        """Return whether the host of a rank is there, and stays."""
+        return any(host.is_begun and not host.is_leaving and rank in host.numbers for host in self.hosts)
 
     def start_again(self, rank: int, changes: Mapping[str, str]) -> None:
         """Start a rank that has ended once more."""

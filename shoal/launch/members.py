@@ -19,7 +19,7 @@ from typing import final
 from torch.distributed.distributed_c10d import Store
 
 from shoal.errors import WorkerError
-from shoal.launch.drain import Requests
+from shoal.launch.drain import Request, Requests
 from shoal.launch.fleet import Fleet
 from shoal.launch.launcher import END, SAVE, SETTLE, exit_code_after_signal, listen_for, pass_on_signals
 from shoal.launch.local_ranks import LocalRanks
@@ -84,6 +84,7 @@ class Members:
         self._is_broken = False  # after one that cannot go on
         self._waits_since: float | None = None  # for hosts
         self._failed_since: float | None = None  # a group, without a member that has ended
+        self._asked: set[int] = set()  # members that were asked to leave
         self._requests = Requests(None if events is None else events.parent)
         self._looked = 0.0  # time of the last look for requests
 
@@ -173,7 +174,7 @@ class Members:
 
     def _start_again(self, failed: Mapping[int, int]) -> None:
         for member in failed:
-            if self._fleet is not None and not self._fleet.can_start(member):
+            if member in self._asked or (self._fleet is not None and not self._fleet.can_start(member)):
                 continue
             is_early = time.monotonic() - self._started[member] < _SOON
             if self._restarts == 0 or (is_early and member in self._early):
@@ -199,6 +200,7 @@ class Members:
         for outcome in self._folder.glob(f"rank-{member:05d}.json"):
             outcome.unlink()
         self._ended.discard(member)
+        self._asked.discard(member)
         self._starting.add(member)
         self._started[member] = time.monotonic()
 
@@ -235,8 +237,8 @@ class Members:
         if now - self._looked < _REQUESTS or self._signal is not None:
             return
         self._looked = now
-        for what in self._requests.take():
-            self._ask_to_leave(what)
+        for request in self._requests.take():
+            self._ask_to_leave(request)
         if self._is_due or self._processes.stopped() or not self._roster.is_told_broken():
             self._failed_since = None
             return
@@ -249,24 +251,33 @@ class Members:
                 "shoal: the ranks have lost each other, and form a group again", file=sys.stderr, flush=True
             )
 
-    def _ask_to_leave(self, what: str) -> None:
-        named = [
-            host for host in (self._fleet.hosts if self._fleet else []) if what in (host.address, host.name)
-        ]
-        if self._fleet is not None and named:
-            self._fleet.leave(named[0])
-        elif what.isdecimal() and int(what) in self._present:
-            self._processes.signal(signal.SIGTERM, [int(what)])
+    def _ask_to_leave(self, request: Request) -> None:
+        """Ask a rank, or the ranks of a host, to leave, if enough others are there; note the answer."""
+        what, hosts = request.what, [] if self._fleet is None else self._fleet.hosts
+        host = next((host for host in hosts if what in (host.address, host.name)), None)
+        named = host.numbers if host is not None else [int(what)] if what.isdecimal() else []
+        asked = [member for member in self._present if member in named]
+        refused = ""
+        if not asked:
+            refused = f"{what} is neither a rank nor a host that is there"
+        elif len(self._present) - len(asked) < self._least:
+            refused = f"at least {self._least} ranks must stay, and {len(self._present)} are there"
+            asked = []
+        elif host is not None and self._fleet is not None:
+            self._fleet.leave(host)
         else:
-            print(f"shoal: {what} was asked to leave, and is not there", file=sys.stderr, flush=True)
+            self._processes.signal(signal.SIGTERM, asked)
+        self._asked.update(asked)
+        self._note("asked", asked, refused, request.number)
 
-    def _note(self, event: str, members: Iterable[int], reason: str = "") -> None:
+    def _note(self, event: str, members: Iterable[int], reason: str = "", request: str = "") -> None:
         """Append an event to the file of events. A full disk loses it, and stops nothing."""
         if self._events is None or not self._events.parent.is_dir():
             return
         told = {"time": time.time(), "event": event, "members": sorted(members), "present": self._present}
+        more = {name: text for name, text in (("reason", reason), ("request", request)) if text}
         with contextlib.suppress(OSError), self._events.open("a") as file:
-            file.write(json.dumps({**told, "reason": reason} if reason else told) + "\n")
+            file.write(json.dumps({**told, **more}) + "\n")
 
     def _end_stopped(self) -> None:
         """End processes that were stopped for long: they hold up all others."""

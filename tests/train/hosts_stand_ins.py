@@ -53,6 +53,7 @@ def begin(step, steps):
             os.kill(os.getpid(), signal.SIGKILL)
     if step == {HOLD} and os.environ.get("HOLD"):
         wait_for(lambda: os.environ["HOLD"] in members())
+        time.sleep(0.5)  # what follows from it, such as a signal, may be on its way
     return 1.0
 """
 PROGRAM = """
@@ -161,12 +162,13 @@ class Cluster:
             host.process.wait()
 
 
-def trained_on_one_host(folder: Path, tiny_run: list[str], ranks: int) -> dict[int, float]:
+def trained_on_one_host(folder: Path, tiny_run: list[str], ranks: int, *words: str) -> dict[int, float]:
     """The losses of the same run without hosts and without faults."""
+    folder.mkdir(exist_ok=True)
     (folder / "faults_at_home.py").write_text(FAULTS)
     own = ["--set", f"steps={STEPS}", "--set", "optimizer.schedule=faults_at_home:begin", "--run", "one"]
     ended = subprocess.run(
-        [sys.executable, "-m", "shoal", "train", *tiny_run, *own, "--nproc", str(ranks)],
+        [sys.executable, "-m", "shoal", "train", *tiny_run, *own, "--nproc", str(ranks), *words],
         cwd=folder,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from hosts_stand_ins import Cluster, free_port, trained_on_one_host
 
+from shoal.cli.main import main
+from shoal.launch import EXIT_STOPPED
+
 
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory, tiny_run):
@@ -37,3 +40,78 @@ def test_a_host_that_dies_is_replaced_by_a_spare_which_gets_the_state_from_a_pee
         assert "this host stands by" in spare.told
         assert "this host has ranks 1 to 1" in spare.told
         assert cluster.members.count('"lost"') == cluster.members.count('"came"') == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plan", ["shard=none", "shard=zero3"])
+def test_a_host_whose_rank_is_drained_hands_over_its_state(tmp_path, tiny_run, unbroken, plan):
+    at = f"127.0.0.1:{free_port()}"
+    with Cluster(tmp_path, tiny_run, "1:2", "--plan", plan) as cluster:
+        first = cluster.start(at, HOLD='"asked"')
+        first.wait_for("this host leads")
+        second = cluster.start(at, fault="wait", who="1", HOLD='"asked"')
+        cluster.wait_for("faulty")
+        cluster.go()
+        assert main(["drain", str(cluster.folder / "one"), "1"]) == 0
+        assert first.end() == 0, cluster.told
+        assert second.end() == 0, cluster.told
+        require_equal(cluster, unbroken)
+        assert '"left"' in cluster.members
+        assert '"lost"' not in cluster.members
+
+
+@pytest.mark.long
+def test_a_host_whose_launcher_is_told_to_end_leaves_and_the_others_go_on(tmp_path, tiny_run, unbroken):
+    at = f"127.0.0.1:{free_port()}"
+    with Cluster(tmp_path, tiny_run, "1:2", "--plan", "shard=zero1") as cluster:
+        first = cluster.start(at, HOLD='"left"')
+        first.wait_for("this host leads")
+        leaves = cluster.start(at, fault="leave host", who="1")
+        cluster.go()
+        assert leaves.end() == EXIT_STOPPED, cluster.told
+        assert first.end() == 0, cluster.told
+        require_equal(cluster, unbroken)
+        assert '"lost"' not in cluster.members
+
+
+@pytest.mark.long
+def test_the_end_of_the_host_that_leads_ends_the_run_with_the_cause(tmp_path, tiny_run):
+    at = f"127.0.0.1:{free_port()}"
+    with Cluster(tmp_path, tiny_run, "1:2") as cluster:
+        first = cluster.start(at, fault="kill host", who="0")
+        first.wait_for("this host leads")
+        second = cluster.start(at)
+        cluster.wait_for("faulty")
+        cluster.go()
+        assert first.end() == -9
+        second.wait_for("the launcher of the host that leads has ended; the ranks here are ended")
+        second.process.terminate()
+        assert second.end() == 1
+        assert "--resume auto" in second.told
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plan", ["shard=zero3", "dp=2,tp=2", "dp=2,pp=2", "exchange=local,every=2"])
+def test_any_plan_goes_on_without_a_host(tmp_path, tiny_run, plan):
+    at = f"127.0.0.1:{free_port()}"
+    unbroken = trained_on_one_host(tmp_path / "unbroken", tiny_run, 4, "--plan", plan)
+    words = ["--plan", plan, "--set", "checkpoint.memory=1"]
+    with Cluster(tmp_path, tiny_run, "1:2", *words, ranks=2) as cluster:
+        first = cluster.start(at)
+        first.wait_for("this host leads")
+        cluster.start(at, fault="kill host", who="2")
+        cluster.wait_for("faulty")
+        cluster.go()
+        assert first.end() == 0, cluster.told
+        require_equal(cluster, unbroken)
+
+
+def test_hosts_with_another_token_are_refused(tmp_path, tiny_run):
+    at = f"127.0.0.1:{free_port()}"
+    (tmp_path / "other").write_text("0" * 64)
+    (tmp_path / "other").chmod(0o600)
+    with Cluster(tmp_path, tiny_run, "2:2") as cluster:
+        cluster.start(at).wait_for("this host leads")
+        stranger = cluster.start(at, SHOAL_TOKEN_FILE=str(tmp_path / "other"))
+        assert stranger.end() == 1
+        assert "has another token than this host" in stranger.told
