@@ -80,6 +80,7 @@ def run_on_hosts(
                 least=meeting.least * (least or meeting.ranks),
                 restarts=args.restarts,
                 run=job.path,
+                resumes=job.goes_on,
                 memory=folder,
                 nursery=nursery,
             )

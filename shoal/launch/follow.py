@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import queue
+import shutil
 import signal
 import socket
 import sys
@@ -61,6 +62,7 @@ def follow(
         CommunicationError: The host that leads cannot be reached, or is gone.
     """
     token = read_token(meeting.token)
+    known = _Known(memory)
     why = "nothing listens there"
     since = time.monotonic()
     with signals_noted() as signals:
@@ -73,7 +75,7 @@ def follow(
                 why = str(error) if why == "nothing listens there" else why
                 time.sleep(_PAUSE)
                 continue
-            told = _Following(meeting, module, environment, memory, nursery, link, token).run(signals)
+            told = _Following(meeting, module, environment, known, nursery, link, token).run(signals)
             if isinstance(told, int):
                 return told
             why, since = told, time.monotonic()
@@ -88,6 +90,22 @@ def follow(
 
 
 @final
+class _Known:
+    """What stays when the link ends: the checkpoints in this host's memory, if they are of the run."""
+
+    def __init__(self, memory: Path | None) -> None:
+        self.memory = memory
+        self._leader = ""
+
+    def meet(self, leader: str, *, resumes: bool) -> None:
+        """Take note of who leads; drop checkpoints of another run."""
+        if self.memory is not None and leader != self._leader and not resumes:
+            for path in self.memory.iterdir():
+                shutil.rmtree(path, ignore_errors=True)
+        self._leader = leader
+
+
+@final
 class _Following:
     """The time between joining and the end of the link."""
 
@@ -96,16 +114,17 @@ class _Following:
         meeting: Meeting,
         module: str,
         environment: Mapping[str, str],
-        memory: Path | None,
+        known: _Known,
         nursery: Nursery | None,
         link: Link,
         token: bytes,
     ) -> None:
         self._meeting, self._module, self._environment = meeting, module, environment
-        self._nursery, self._link, self._token = nursery, link, token
+        self._known, self._nursery, self._link, self._token = known, nursery, link, token
         self._address = str(link.socket.getsockname()[0])
         listening = socket.create_server((self._address, 0), family=link.socket.family)
-        self._gate = Gate(listening, token, {} if memory is None else {"files": files_service(memory)})
+        services = {} if known.memory is None else {"files": files_service(known.memory)}
+        self._gate = Gate(listening, token, services)
         self._told: queue.Queue[Mapping[str, Any] | OSError] = queue.Queue()
         self._is_ended = threading.Event()
         self._ranks: LocalRanks | None = None
@@ -157,6 +176,7 @@ class _Following:
 
     def _begin(self, told: Mapping[str, Any], folder: Path, stack: contextlib.ExitStack) -> None:
         numbers = range(*told["numbers"])
+        self._known.meet(str(told["leader"]), resumes=bool(told["resumes"]))
         job = folder / "job"
         job.write_bytes(bytes.fromhex(told["job"]))
         door = StoreDoor(self._meeting.address, self._token, str(told["session"]))

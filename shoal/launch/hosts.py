@@ -87,6 +87,7 @@ def lead(
     least: int,
     restarts: int,
     run: Path,
+    resumes: bool,
     memory: Path | None,
     nursery: Nursery | None,
 ) -> int:
@@ -101,6 +102,7 @@ def lead(
         least: Number of ranks with which the training goes on.
         restarts: Number of times that lost ranks are started again, in total.
         run: The directory of the run, which all hosts see.
+        resumes: Whether the run goes on, so that what other hosts have in memory may be of it.
         memory: The folder of checkpoints in this host's memory; None if there is none.
         nursery: The Nursery that ranks are forked from; None to start a program for each.
 
@@ -121,7 +123,7 @@ def lead(
         pump = Pump()
         address = str(listening.getsockname()[0])
         own = Host(None, socket.gethostname(), address, meeting.ranks)
-        told = {"job": job.hex(), "run": str(run), "ranks": world}
+        told = {"job": job.hex(), "run": str(run), "ranks": world, "resumes": resumes, "leader": own.session}
         fleet = Fleet(own, meeting.least, meeting.most, Path(folder), told, pump.end)
         services = {"host": fleet.join, "store": store_service(store.port, pump, fleet.is_open)}
         if memory is not None:

@@ -113,11 +113,11 @@ class Cluster:
         self._words = [*tiny_run, *own, "--nodes", nodes, "--nproc", str(ranks), *words]
         self.hosts: list[OneHost] = []
 
-    def start(self, at: str, *, fault: str = "", who: str = "", **environment: str) -> OneHost:
+    def start(self, at: str, *words: str, fault: str = "", who: str = "", **environment: str) -> OneHost:
         """Start a host that meets the others at an address."""
         name = f"host-{len(self.hosts)}"
         given = {"FAULT": fault, "WHO": who, "SHOAL_TOKEN_FILE": str(self.folder / "token"), **environment}
-        host = OneHost(self.folder, name, [*self._words, "--rendezvous", at], given)
+        host = OneHost(self.folder, name, [*self._words, *words, "--rendezvous", at], given)
         self.hosts.append(host)
         return host
 
@@ -126,7 +126,7 @@ class Cluster:
         until = time.monotonic() + DEADLINE
         while not (self.folder / name).exists():
             assert time.monotonic() < until, self.told
-            assert all(host.process.poll() is None for host in self.hosts), self.told
+            assert any(host.process.poll() is None for host in self.hosts), self.told
             time.sleep(0.02)
 
     def go(self) -> None:

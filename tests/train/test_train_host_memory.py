@@ -37,7 +37,7 @@ def hosts_of(folder, count=HOSTS):
 
 
 def on_ranks(hosts, work):
-    """What `work` returns for each rank of these hosts, in a thread each; it gets host, memory, coordinator."""
+    """What `work` returns for each rank of these hosts, in threads; it gets host, memory and coordinator."""
     store, found = HashStore(), {}
     size = len(hosts) * RANKS
 

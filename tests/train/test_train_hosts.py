@@ -75,7 +75,28 @@ def test_a_host_whose_launcher_is_told_to_end_leaves_and_the_others_go_on(tmp_pa
 
 
 @pytest.mark.long
-def test_the_end_of_the_host_that_leads_ends_the_run_with_the_cause(tmp_path, tiny_run):
+def test_a_host_that_leads_and_is_started_again_goes_on_from_the_memory_of_the_others(
+    tmp_path, tiny_run, unbroken
+):
+    at = f"127.0.0.1:{free_port()}"
+    words = ["--plan", "shard=zero1", "--set", "checkpoint.memory=1"]
+    with Cluster(tmp_path, tiny_run, "1:2", *words) as cluster:
+        first = cluster.start(at, fault="kill host", who="0")
+        first.wait_for("this host leads")
+        second = cluster.start(at)
+        cluster.wait_for("faulty")
+        cluster.go()
+        assert first.end() == -9
+        second.wait_for("the launcher of the host that leads has ended; the ranks here are ended")
+        again = cluster.start(at, "--resume", "auto")
+        assert again.end() == 0, cluster.told
+        assert second.end() == 0, cluster.told
+        assert "goes on from /dev/shm/" in again.told
+        require_equal(cluster, unbroken)
+
+
+@pytest.mark.long
+def test_without_the_host_that_leads_the_run_ends_with_the_cause(tmp_path, tiny_run):
     at = f"127.0.0.1:{free_port()}"
     with Cluster(tmp_path, tiny_run, "1:2") as cluster:
         first = cluster.start(at, fault="kill host", who="0")
@@ -84,9 +105,10 @@ def test_the_end_of_the_host_that_leads_ends_the_run_with_the_cause(tmp_path, ti
         cluster.wait_for("faulty")
         cluster.go()
         assert first.end() == -9
-        second.wait_for("the launcher of the host that leads has ended; the ranks here are ended")
+        second.wait_for("the ranks here are ended")
         second.process.terminate()
         assert second.end() == 1
+        assert "is gone: the launcher of the host that leads has ended" in second.told
         assert "--resume auto" in second.told
 
 
