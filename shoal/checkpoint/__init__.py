@@ -18,8 +18,9 @@ from shoal.checkpoint.manifest import FileRecord, Manifest, StoredPiece, TensorR
 from shoal.checkpoint.piece import Piece
 from shoal.checkpoint.region import Region
 from shoal.checkpoint.retain import retain
-from shoal.checkpoint.save import Saver, Spread, save
+from shoal.checkpoint.save import Saver, save
 from shoal.checkpoint.shard import dtype_named
+from shoal.checkpoint.spread import Spread
 from shoal.checkpoint.staging import Staging
 from shoal.checkpoint.store import Store, is_url
 from shoal.checkpoint.store_coordinator import StoreCoordinator, coordinator_beside

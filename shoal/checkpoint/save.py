@@ -22,7 +22,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self, final
+from typing import Any, Self, final
 
 from shoal.checkpoint.chunks import Chunks
 from shoal.checkpoint.coordinator import (
@@ -36,9 +36,10 @@ from shoal.checkpoint.files import REAL_FILES, FileSystem, remove_tree, write_fi
 from shoal.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, TensorRecord, merge
 from shoal.checkpoint.piece import Piece
 from shoal.checkpoint.shard import Shard, Values, describe, own_values
+from shoal.checkpoint.spread import Spread
 from shoal.errors import CheckpointError
 
-__all__ = ["Part", "Saver", "Spread", "save"]
+__all__ = ["Part", "Saver", "save"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,25 +53,6 @@ class Part:
 
     files: Mapping[str, FileRecord]
     tensors: Mapping[str, TensorRecord] | None
-
-
-class Spread(Protocol):
-    """How checkpoints of one directory are spread over hosts, each of which has a directory of its own."""
-
-    @property
-    def directory(self) -> Path:
-        """This host's directory."""
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank acts for its host."""
-
-    @property
-    def first(self) -> int:
-        """The rank that acts for this rank's host."""
-
-    def copy(self, staging: Path, manifest: Manifest) -> None:
-        """Copy files that other hosts have written, whose checkpoint is not complete yet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,13 +112,11 @@ def run(args: argparse.Namespace) -> int:
     """
     from shoal.launch import find_world
 
-    world = find_world()
+    world = None if args.nodes is not None else find_world()  # srun may have started it once on each host
     if world is not None:
         return _as_rank(world, lambda: _checked_job(args, world.ranks))
     with nursery_for(args, "shoal.train") as nursery:
-        if args.nodes is not None:
-            return _on_hosts(args, nursery)
-        return _on_this_machine(args, nursery)
+        return (_on_this_machine if args.nodes is None else _on_hosts)(args, nursery)
 
 
 def _on_hosts(args: argparse.Namespace, nursery: Nursery | None) -> int:

@@ -63,8 +63,10 @@ class LocalRanks:
         self._environments = environments
         self._nursery = nursery
         self._outputs = selectors.DefaultSelector()
-        ranks = len(environments)
-        self._logs = {rank: RankLog(logs, rank, ranks) for rank in environments}
+        self._logs = {
+            rank: RankLog(logs, rank, int(each.get("WORLD_SIZE", len(environments))))
+            for rank, each in environments.items()
+        }
         self._processes = {rank: self._start(rank, each) for rank, each in environments.items()}
 
     def __enter__(self) -> LocalRanks:

@@ -84,8 +84,10 @@ class MemorySaves:
         self._trainer = trainer
         self.hosts = hosts
         self._is_spread = hosts is not None and hosts.has_neighbours
-        if hosts is not None and hosts.has_neighbours:
-            trainer.saves.spread(hosts)
+        if hosts is not None:
+            trainer.saved.spread = hosts
+            if hosts.has_neighbours:
+                trainer.saves.spread(hosts)
         self._every = every
         self.directory = directory
         self._extra = extra

@@ -1,7 +1,7 @@
 """Checkpoints in the memory of several hosts, none of which holds all of one.
 
 A host keeps the files of its own ranks, and copies of those of the next host: if one host is lost, each file
-is still somewhere. Whoever goes on from such a checkpoint first gets what is missing from the others.
+is still somewhere. Who goes on from such a checkpoint gets the files that it wants, and lacks, from others.
 
     host 0      files of its ranks, copies of host 1's
     host 1      files of its ranks, copies of host 2's
@@ -11,9 +11,10 @@ is still somewhere. Whoever goes on from such a checkpoint first gets what is mi
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -55,7 +56,7 @@ class Held:
 
 @final
 class HostMemory:
-    """The memory of the hosts of a group of ranks; all ranks make one, and call `find` and `fetch` together.
+    """The memory of the hosts of a group of ranks; all ranks make one, and call `find` and `take` together.
 
     Args:
         directory: The folder in this host's memory.
@@ -79,6 +80,8 @@ class HostMemory:
         self._hosts = list(dict.fromkeys(self._of_ranks))
         self._own = self._hosts.index(own)
         self._token = Path(environment[TOKEN_FILE])
+        self._holdings: dict[str, dict[str, Held]] = {}  # by host and identity
+        self._taken = ""
         self.has_neighbours = len(self._hosts) > 1
         self.first = self._of_ranks.index(own)
         self.is_first = self.first == coordinator.rank
@@ -97,7 +100,7 @@ class HostMemory:
     def find(self) -> dict[Path, str]:
         """Return the checkpoints that the hosts hold in full, together: a name for each, and its identity."""
         told = self._coordinator.all_gather_object(self._held() if self.is_first else None)
-        self._holdings: dict[str, dict[str, Held]] = {
+        self._holdings = {
             host: each for host, each in zip(self._of_ranks, told, strict=True) if each is not None
         }
         missing: dict[str, set[str]] = {}
@@ -109,23 +112,42 @@ class HostMemory:
                 names.setdefault(identity, held.name)
         return {Path(identity, names[identity]): identity for identity, lacks in missing.items() if not lacks}
 
-    def fetch(self, identity: str) -> Path:
-        """Return a checkpoint that `find` found, once this host has all its files.
+    def take(self, identity: str) -> Path:
+        """Return the directory of a checkpoint that `find` found, with its manifest, on this host.
+
+        Raises:
+            CorruptCheckpointError: The host that has it is gone.
+        """
+        try:
+            told = attempt_together(
+                self._coordinator,
+                "the manifest of another host is missing",
+                lambda: self._take(identity) if self.is_first else None,
+            )
+        except CheckpointError as error:
+            raise CorruptCheckpointError(str(error)) from error
+        self._taken = identity
+        return Path(str(told[self.first]))
+
+    def require(self, path: Path, manifest: Manifest, names: Iterable[str]) -> None:
+        """Get files of the checkpoint that was taken from other hosts, if this one lacks them.
 
         Raises:
             CorruptCheckpointError: Another host is gone, or has other files than the manifest says.
         """
-        purpose = "files of other hosts are missing"
-        try:
-            told = attempt_together(
-                self._coordinator, purpose, lambda: self._complete(identity) if self.is_first else None
-            )
-        except CheckpointError as error:
-            raise CorruptCheckpointError(str(error)) from error
-        return Path(str(told[self.first]))
+        for name in sorted(names):
+            try:
+                with (path / f"{name}.lock").open("w") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX)  # other ranks of this host may want it too
+                    if not _is_there(path / name, manifest.files[name].size):
+                        host = self._holders(self._taken, name)[0]
+                        held = self._holdings[host][self._taken].name
+                        self._fetch(host, held, [name], path, manifest)
+            except (OSError, CheckpointError) as error:
+                raise CorruptCheckpointError(f"{name} cannot be had from another host: {error}") from error
 
     def _held(self) -> dict[str, Held]:
-        found = {}
+        found: dict[str, Held] = {}
         for path in checkpoints(self.directory):
             with contextlib.suppress(CheckpointError, OSError):
                 manifest = read_manifest(path)
@@ -137,14 +159,10 @@ class HostMemory:
                 found.setdefault(identity, Held(path.name, *files))
         return found
 
-    def _complete(self, identity: str) -> Path:
+    def _take(self, identity: str) -> Path:
         held = self._holdings[self._hosts[self._own]].get(identity)
         if held is not None:
-            path = self.directory / held.name
-            manifest = read_manifest(path)
-            for name in held.missing:
-                self._fetch_from_any(identity, [name], path, manifest)
-            return path
+            return self.directory / held.name
         other = self._holders(identity)[0]
         name = self._holdings[other][identity].name
         staging = staging_path(self.directory, step_of(Path(name)))
@@ -152,24 +170,15 @@ class HostMemory:
         with Peer(split_address(other, PEER), read_token(self._token)) as peer:
             if peer.fetch(f"{name}/{_MANIFEST}", staging / _MANIFEST) != identity:
                 raise CheckpointError(f"{name} has changed on another host")
-        manifest = read_manifest(staging)
-        self._fetch_from_any(identity, list(manifest.files), staging, manifest)
-        path = free_path(self.directory, manifest.step)
+        path = free_path(self.directory, read_manifest(staging).step)
         REAL_FILES.rename(staging, path)
         return path
 
-    def _holders(self, identity: str, file: str | None = None) -> list[str]:
+    def _holders(self, identity: str, file: str = "") -> list[str]:
         """Return the hosts that have a file of a checkpoint, those after this one first."""
         after = self._hosts[self._own + 1 :] + self._hosts[: self._own]
         found = [(host, self._holdings.get(host, {}).get(identity)) for host in after]
-        return [host for host, held in found if held is not None and (file is None or file in held.files)]
-
-    def _fetch_from_any(self, identity: str, names: list[str], folder: Path, manifest: Manifest) -> None:
-        wanted: dict[str, list[str]] = {}
-        for name in names:
-            wanted.setdefault(self._holders(identity, name)[0], []).append(name)
-        for host, files in wanted.items():
-            self._fetch(host, self._holdings[host][identity].name, files, folder, manifest)
+        return [host for host, held in found if held is not None and (not file or file in held.files)]
 
     def _fetch(self, host: str, name: str, files: list[str], folder: Path, manifest: Manifest) -> None:
         if not files:

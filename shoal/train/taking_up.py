@@ -72,7 +72,7 @@ def go_on(
 
     def take_up_found(path: Path) -> Path:
         if hosts is not None and path in spread:
-            path = hosts.fetch(spread[path])
+            path = hosts.take(spread[path])
         take_up(path)
         return path
 

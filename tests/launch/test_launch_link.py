@@ -12,7 +12,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from shoal.errors import CheckpointError, CommunicationError, ConfigError
-from shoal.launch import Peer, find_token, read_token
+from shoal.launch import Meeting, Peer, find_token, follow, read_token
 from shoal.launch.gate import Gate, StoreDoor, store_service
 from shoal.launch.launcher import store_on_loopback
 from shoal.launch.link import dial, welcome
@@ -103,8 +103,8 @@ def test_ranks_of_another_host_use_the_store_until_their_session_ends(gate):
         while _has(there, "key") and time.monotonic() < until:
             time.sleep(0.01)
         assert not _has(there, "key")
-        with pytest.raises(RuntimeError):
-            TCPStore("127.0.0.1", door.port, is_master=False, wait_for_workers=False).get("key")
+        with socket.create_connection(("127.0.0.1", door.port), timeout=20) as again:
+            assert not again.recv(1), "it is refused"
         door.close()
         pump.close()
 
@@ -145,3 +145,12 @@ def _has(store, key):
         return store.check([key])
     except RuntimeError:  # the connection has ended
         return False
+
+
+def test_a_host_with_another_token_does_not_follow(gate, tmp_path):
+    (tmp_path / "token").write_text("another token of some length")
+    (tmp_path / "token").chmod(0o600)
+    address = gate({})
+    meeting = Meeting(address=address, least=1, most=2, ranks=1, token=tmp_path / "token")
+    with pytest.raises(CommunicationError, match=f"127.0.0.1:{address[1]} has another token than this host"):
+        follow(meeting, "nothing", {}, memory=None, nursery=None)

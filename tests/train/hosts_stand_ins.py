@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from program_stand_ins import Programs
+
+from shoal.launch.nursery import ForkedRank
 from shoal.run import Run
 
 STEPS, FAULT, HOLD = 12, 6, 9
@@ -33,13 +35,17 @@ def members():
     except OSError:
         return ""
 
+def parent_of(process):
+    lines = Path(f"/proc/{{process}}/status").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("PPid:")))
+
 def begin(step, steps):
     member, is_first = os.environ.get("SHOAL_MEMBER"), os.environ.get("SHOAL_AFTER") == "-1"
     fault = os.environ.get("FAULT", "")
     if step == {FAULT} and is_first and fault and member == os.environ.get("WHO"):
         Path("faulty").touch()
         wait_for(Path("go").exists)
-        launcher = int(os.environ["LAUNCHED_BY"])
+        launcher = parent_of(int(os.environ["SHOAL_LAUNCHER"]))  # that is the nursery
         if fault == "kill host":
             os.kill(launcher, signal.SIGKILL)
             time.sleep(60)
@@ -56,37 +62,38 @@ def begin(step, steps):
         time.sleep(0.5)  # what follows from it, such as a signal, may be on its way
     return 1.0
 """
-PROGRAM = """
+IN_NAMESPACE = """
 import os, sys
-os.environ["LAUNCHED_BY"] = str(os.getpid())
-if os.environ.get("NAMESPACE"):
-    from shoal.testing.hosts import enter_host
-    enter_host(int(os.environ["NAMESPACE"]))
+from shoal.testing.hosts import enter_host
+enter_host(int(os.environ["NAMESPACE"]))
 from shoal.cli.main import main
 sys.exit(main())
 """
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 class OneHost:
-    """A launcher, as if it were on a host of its own."""
+    """A launcher, as if it were on a host of its own; in a namespace if the environment names one."""
 
-    def __init__(self, folder: Path, name: str, words: list[str], environment: dict[str, str]) -> None:
+    def __init__(
+        self, programs: Programs, folder: Path, name: str, words: list[str], environment: dict[str, str]
+    ) -> None:
         self.name = name
         self._out = folder / f"{name}.out"
+        given = {**os.environ, "OMP_NUM_THREADS": "1", "SHOAL_HOST_ID": name, **environment}
+        self.process: ForkedRank | subprocess.Popen[bytes]
         with self._out.open("w") as out:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", PROGRAM, "train", *words],
-                cwd=folder,
-                env={**os.environ, "OMP_NUM_THREADS": "1", "SHOAL_HOST_ID": name, **environment},
-                stdout=out,
-                stderr=out,
-                start_new_session=True,
-            )
+            if "NAMESPACE" in environment:
+                self.process = subprocess.Popen(
+                    [sys.executable, "-c", IN_NAMESPACE, "train", *words],
+                    cwd=folder,
+                    env=given,
+                    stdout=out,
+                    stderr=out,
+                    start_new_session=True,
+                )
+            else:
+                outputs = out.fileno(), out.fileno()
+                self.process = programs.start("shoal.cli.main", ["train", *words], given, outputs, folder)
 
     @property
     def told(self) -> str:
@@ -100,15 +107,21 @@ class OneHost:
             time.sleep(0.05)
 
     def end(self) -> int:
-        return self.process.wait(DEADLINE)
+        until = time.monotonic() + DEADLINE
+        while (code := self.process.poll()) is None:
+            assert time.monotonic() < until, self.told
+            time.sleep(0.02)
+        return code
 
 
 class Cluster:
     """Hosts of one run; the first leads. A context manager that ends all of them."""
 
-    def __init__(self, folder: Path, tiny_run: list[str], nodes: str, *words: str, ranks: int = 1) -> None:
+    def __init__(
+        self, programs: Programs, folder: Path, tiny_run: list[str], nodes: str, *words: str, ranks: int = 1
+    ) -> None:
         (folder / "faults_at_home.py").write_text(FAULTS)
-        self.folder = folder
+        self.folder, self._programs = folder, programs
         own = ["--set", f"steps={STEPS}", "--set", "optimizer.schedule=faults_at_home:begin", "--run", "one"]
         self._words = [*tiny_run, *own, "--nodes", nodes, "--nproc", str(ranks), *words]
         self.hosts: list[OneHost] = []
@@ -117,7 +130,7 @@ class Cluster:
         """Start a host that meets the others at an address."""
         name = f"host-{len(self.hosts)}"
         given = {"FAULT": fault, "WHO": who, "SHOAL_TOKEN_FILE": str(self.folder / "token"), **environment}
-        host = OneHost(self.folder, name, [*self._words, *words, "--rendezvous", at], given)
+        host = OneHost(self._programs, self.folder, name, [*self._words, *words, "--rendezvous", at], given)
         self.hosts.append(host)
         return host
 
@@ -157,23 +170,18 @@ class Cluster:
         for host in self.hosts:
             if host.process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(host.process.pid, signal.SIGCONT)
-                    host.process.kill()
+                    os.killpg(host.process.pid, signal.SIGCONT)
+                    os.killpg(host.process.pid, signal.SIGKILL)
             host.process.wait()
 
 
-def trained_on_one_host(folder: Path, tiny_run: list[str], ranks: int, *words: str) -> dict[int, float]:
+def trained_on_one_host(
+    programs: Programs, folder: Path, tiny_run: list[str], ranks: int, *words: str
+) -> dict[int, float]:
     """The losses of the same run without hosts and without faults."""
     folder.mkdir(exist_ok=True)
     (folder / "faults_at_home.py").write_text(FAULTS)
     own = ["--set", f"steps={STEPS}", "--set", "optimizer.schedule=faults_at_home:begin", "--run", "one"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "shoal", "train", *tiny_run, *own, "--nproc", str(ranks), *words],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE,
-    )
+    ended = programs.run(["train", *tiny_run, *own, "--nproc", str(ranks), *words], folder, seconds=DEADLINE)
     assert ended.returncode == 0, ended.stderr
     return {each["step"]: each["loss"] for each in Run.open(folder / "one").metrics() if "loss" in each}

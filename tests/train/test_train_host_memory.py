@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from shoal.checkpoint import Piece, Saver, SingleProcess, StoreCoordinator, checkpoints, load, verify
+from shoal.checkpoint import Piece, Saver, StoreCoordinator, checkpoints, load_verified, read_manifest
+from shoal.errors import CheckpointError, CorruptCheckpointError
 from shoal.launch.gate import Gate
 from shoal.launch.memory_files import files_service
 from shoal.train.host_memory import HostMemory
@@ -64,10 +65,19 @@ def save(memory, coordinator, step):
     return saver.save(memory.directory, step, [piece], {"step": step}, coordinator)
 
 
-def loaded(path):
-    tensor = torch.zeros(ELEMENTS)
-    load(path, [Piece.whole("x", tensor)], SingleProcess())
-    return tensor
+def take_up(memory, coordinator):
+    """What a rank loads that wants an equal share, the files that its host has then, and their directory."""
+    (identity,) = memory.find().values()
+    path = memory.take(identity)
+    share = ELEMENTS // coordinator.size
+    start = coordinator.rank * share
+    tensor = torch.zeros(share)
+    wanted = [Piece("x", (ELEMENTS,), start, start + share, tensor)]
+    try:
+        load_verified(path, read_manifest(path), coordinator, fresh=wanted, spread=memory)
+    except CheckpointError as error:
+        return error
+    return tensor, path
 
 
 @pytest.mark.parametrize("lost", range(HOSTS))
@@ -80,13 +90,9 @@ def test_the_loss_of_any_host_loses_no_file(tmp_path, lost):
         assert len(held) == HOSTS, "each host keeps the newest only"
         assert all(len(list(path.glob("rank-*"))) == 2 * RANKS for path in held), "its own and a neighbour's"
 
-        def take_up(host, memory, ranks):
-            (identity,) = memory.find().values()
-            return memory.fetch(identity)
-
-        for path in on_ranks([each for each in hosts if each[0] != lost], take_up):
-            verify(path)
-            assert torch.equal(loaded(path), VALUES + 2)
+        left = [each for each in hosts if each[0] != lost]
+        parts = on_ranks(left, lambda host, memory, ranks: take_up(memory, ranks))
+        assert torch.equal(torch.cat([tensor for tensor, _ in parts]), VALUES + 2)
 
 
 def test_a_host_that_comes_gets_everything_and_two_lost_neighbours_are_too_many(tmp_path):
@@ -95,14 +101,11 @@ def test_a_host_that_comes_gets_everything_and_two_lost_neighbours_are_too_many(
         on_ranks(hosts[:HOSTS], lambda host, memory, ranks: save(memory, ranks, 5))
         assert all(not found for found in on_ranks(hosts[2:], lambda host, memory, ranks: memory.find()))
 
-        def take_up(host, memory, ranks):
-            ((name, identity),) = memory.find().items()
-            assert name.name == "step-00000005"
-            return memory.fetch(identity)
-
-        found = on_ranks([hosts[0], hosts[1], hosts[3]], take_up)
-        assert torch.equal(loaded(found[-1]), VALUES + 5)
-        assert found[-1].parent == tmp_path / "3"
+        parts = on_ranks([hosts[0], hosts[1], hosts[3]], lambda host, memory, ranks: take_up(memory, ranks))
+        assert torch.equal(torch.cat([tensor for tensor, _ in parts]), VALUES + 5)
+        assert parts[-1][1] == tmp_path / "3" / "step-00000005"
+        fetched = {path.name for path in parts[-1][1].glob("*.safetensors")}
+        assert fetched == {"rank-00004.safetensors", "rank-00005.safetensors"}, "what its ranks want, no more"
 
 
 def test_a_file_that_was_changed_is_not_taken_from_another_host(tmp_path):
@@ -114,12 +117,5 @@ def test_a_file_that_was_changed_is_not_taken_from_another_host(tmp_path):
         content[-1] ^= 1
         file.write_bytes(content)
 
-        def take_up(host, memory, ranks):
-            (identity,) = memory.find().values()
-            try:
-                return memory.fetch(identity)
-            except Exception as error:
-                return error
-
-        for error in on_ranks(hosts, take_up):
-            assert "is not what was written" in str(error)
+        for error in on_ranks(hosts, lambda host, memory, ranks: take_up(memory, ranks)):
+            assert isinstance(error, CorruptCheckpointError)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from hosts_stand_ins import Cluster, free_port, trained_on_one_host
+from hosts_stand_ins import Cluster, trained_on_one_host
+from run_stand_ins import free_port
 
 from shoal.cli.main import main
 from shoal.launch import EXIT_STOPPED
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory, tiny_run):
-    return trained_on_one_host(tmp_path_factory.mktemp("unbroken"), tiny_run, 2)
+def unbroken(programs, tmp_path_factory, tiny_run):
+    return trained_on_one_host(programs, tmp_path_factory.mktemp("unbroken"), tiny_run, 2)
 
 
 def require_equal(cluster, unbroken):
@@ -20,10 +21,10 @@ def require_equal(cluster, unbroken):
 
 
 def test_a_host_that_dies_is_replaced_by_a_spare_which_gets_the_state_from_a_peer(
-    tmp_path, tiny_run, unbroken
+    programs, tmp_path, tiny_run, unbroken
 ):
     at = f"127.0.0.1:{free_port()}"
-    with Cluster(tmp_path, tiny_run, "1:2", "--plan", "shard=zero1") as cluster:
+    with Cluster(programs, tmp_path, tiny_run, "1:2", "--plan", "shard=zero1") as cluster:
         first = cluster.start(at, HOLD='"came"')
         first.wait_for("this host leads")
         dies = cluster.start(at, fault="kill host", who="1")
@@ -44,9 +45,9 @@ def test_a_host_that_dies_is_replaced_by_a_spare_which_gets_the_state_from_a_pee
 
 @pytest.mark.long
 @pytest.mark.parametrize("plan", ["shard=none", "shard=zero3"])
-def test_a_host_whose_rank_is_drained_hands_over_its_state(tmp_path, tiny_run, unbroken, plan):
+def test_a_host_whose_rank_is_drained_hands_over_its_state(programs, tmp_path, tiny_run, unbroken, plan):
     at = f"127.0.0.1:{free_port()}"
-    with Cluster(tmp_path, tiny_run, "1:2", "--plan", plan) as cluster:
+    with Cluster(programs, tmp_path, tiny_run, "1:2", "--plan", plan) as cluster:
         first = cluster.start(at, HOLD='"asked"')
         first.wait_for("this host leads")
         second = cluster.start(at, fault="wait", who="1", HOLD='"asked"')
@@ -61,9 +62,11 @@ def test_a_host_whose_rank_is_drained_hands_over_its_state(tmp_path, tiny_run, u
 
 
 @pytest.mark.long
-def test_a_host_whose_launcher_is_told_to_end_leaves_and_the_others_go_on(tmp_path, tiny_run, unbroken):
+def test_a_host_whose_launcher_is_told_to_end_leaves_and_the_others_go_on(
+    programs, tmp_path, tiny_run, unbroken
+):
     at = f"127.0.0.1:{free_port()}"
-    with Cluster(tmp_path, tiny_run, "1:2", "--plan", "shard=zero1") as cluster:
+    with Cluster(programs, tmp_path, tiny_run, "1:2", "--plan", "shard=zero1") as cluster:
         first = cluster.start(at, HOLD='"left"')
         first.wait_for("this host leads")
         leaves = cluster.start(at, fault="leave host", who="1")
@@ -76,11 +79,11 @@ def test_a_host_whose_launcher_is_told_to_end_leaves_and_the_others_go_on(tmp_pa
 
 @pytest.mark.long
 def test_a_host_that_leads_and_is_started_again_goes_on_from_the_memory_of_the_others(
-    tmp_path, tiny_run, unbroken
+    programs, tmp_path, tiny_run, unbroken
 ):
     at = f"127.0.0.1:{free_port()}"
     words = ["--plan", "shard=zero1", "--set", "checkpoint.memory=1"]
-    with Cluster(tmp_path, tiny_run, "1:2", *words) as cluster:
+    with Cluster(programs, tmp_path, tiny_run, "1:2", *words) as cluster:
         first = cluster.start(at, fault="kill host", who="0")
         first.wait_for("this host leads")
         second = cluster.start(at)
@@ -96,9 +99,9 @@ def test_a_host_that_leads_and_is_started_again_goes_on_from_the_memory_of_the_o
 
 
 @pytest.mark.long
-def test_without_the_host_that_leads_the_run_ends_with_the_cause(tmp_path, tiny_run):
+def test_without_the_host_that_leads_the_run_ends_with_the_cause(programs, tmp_path, tiny_run):
     at = f"127.0.0.1:{free_port()}"
-    with Cluster(tmp_path, tiny_run, "1:2") as cluster:
+    with Cluster(programs, tmp_path, tiny_run, "1:2") as cluster:
         first = cluster.start(at, fault="kill host", who="0")
         first.wait_for("this host leads")
         second = cluster.start(at)
@@ -114,11 +117,11 @@ def test_without_the_host_that_leads_the_run_ends_with_the_cause(tmp_path, tiny_
 
 @pytest.mark.long
 @pytest.mark.parametrize("plan", ["shard=zero3", "dp=2,tp=2", "dp=2,pp=2", "exchange=local,every=2"])
-def test_any_plan_goes_on_without_a_host(tmp_path, tiny_run, plan):
+def test_any_plan_goes_on_without_a_host(programs, tmp_path, tiny_run, plan):
     at = f"127.0.0.1:{free_port()}"
-    unbroken = trained_on_one_host(tmp_path / "unbroken", tiny_run, 4, "--plan", plan)
+    unbroken = trained_on_one_host(programs, tmp_path / "unbroken", tiny_run, 4, "--plan", plan)
     words = ["--plan", plan, "--set", "checkpoint.memory=1"]
-    with Cluster(tmp_path, tiny_run, "1:2", *words, ranks=2) as cluster:
+    with Cluster(programs, tmp_path, tiny_run, "1:2", *words, ranks=2) as cluster:
         first = cluster.start(at)
         first.wait_for("this host leads")
         cluster.start(at, fault="kill host", who="2")
@@ -128,12 +131,20 @@ def test_any_plan_goes_on_without_a_host(tmp_path, tiny_run, plan):
         require_equal(cluster, unbroken)
 
 
-def test_hosts_with_another_token_are_refused(tmp_path, tiny_run):
-    at = f"127.0.0.1:{free_port()}"
-    (tmp_path / "other").write_text("0" * 64)
-    (tmp_path / "other").chmod(0o600)
-    with Cluster(tmp_path, tiny_run, "2:2") as cluster:
-        cluster.start(at).wait_for("this host leads")
-        stranger = cluster.start(at, SHOAL_TOKEN_FILE=str(tmp_path / "other"))
-        assert stranger.end() == 1
-        assert "has another token than this host" in stranger.told
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--nodes", "0:2", "--rendezvous", "127.0.0.1:0"], "--nodes 0:2 is no number of hosts"),
+        (["--nodes", "2"], "nothing says where the hosts meet"),
+        (["--nodes", "2", "--rendezvous", "127.0.0.1"], "is no address with a port"),
+        (["--nodes", "1", "--rendezvous", "127.0.0.1:0", "--plan", "exchange=server"], "parameter servers"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_starts(
+    tmp_path, tiny_run, monkeypatch, capsys, words, told
+):
+    monkeypatch.setenv("SHOAL_TOKEN_FILE", str(tmp_path / "token"))
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert main(["train", *tiny_run, "--run", str(tmp_path / "one"), "--nproc", "2", *words]) == 2
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "one").exists()

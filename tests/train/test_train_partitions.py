@@ -44,10 +44,10 @@ def start(cluster: Cluster, network: Network, index: int, *, fault: str = "", wh
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory, tiny_run):
+def unbroken(programs, tmp_path_factory, tiny_run):
     """The losses of two and of three ranks, with a batch that both share evenly."""
     folder = tmp_path_factory.mktemp("unbroken")
-    return trained_on_one_host(folder, tiny_run, 2, "--set", "batch=6")
+    return trained_on_one_host(programs, folder, tiny_run, 2, "--set", "batch=6")
 
 
 def require_equal(cluster: Cluster, unbroken: dict[int, float]) -> None:
@@ -57,8 +57,10 @@ def require_equal(cluster: Cluster, unbroken: dict[int, float]) -> None:
 WORDS = ["--set", "batch=6", "--plan", "shard=zero1", "--set", "checkpoint.memory=1"]
 
 
-def test_of_two_hosts_that_of_the_store_goes_on_and_the_other_comes_back(tmp_path, tiny_run, unbroken):
-    with Network(2) as network, Cluster(tmp_path, tiny_run, "1:2", *WORDS) as cluster:
+def test_of_two_hosts_that_of_the_store_goes_on_and_the_other_comes_back(
+    programs, tmp_path, tiny_run, unbroken
+):
+    with Network(2) as network, Cluster(programs, tmp_path, tiny_run, "1:2", *WORDS) as cluster:
         first = start(cluster, network, 0, hold='"came"')
         first.wait_for("this host leads")
         other = start(cluster, network, 1, fault="wait", who="1")
@@ -73,8 +75,10 @@ def test_of_two_hosts_that_of_the_store_goes_on_and_the_other_comes_back(tmp_pat
         require_equal(cluster, unbroken)
 
 
-def test_a_store_that_less_than_half_of_the_hosts_can_reach_lets_nobody_train(tmp_path, tiny_run, unbroken):
-    with Network(3) as network, Cluster(tmp_path, tiny_run, "1:3", *WORDS) as cluster:
+def test_a_store_that_less_than_half_of_the_hosts_can_reach_lets_nobody_train(
+    programs, tmp_path, tiny_run, unbroken
+):
+    with Network(3) as network, Cluster(programs, tmp_path, tiny_run, "1:3", *WORDS) as cluster:
         first = start(cluster, network, 0)
         first.wait_for("this host leads")
         others = [start(cluster, network, 1, fault="wait", who="1"), start(cluster, network, 2)]
@@ -92,8 +96,8 @@ def test_a_store_that_less_than_half_of_the_hosts_can_reach_lets_nobody_train(tm
         require_equal(cluster, unbroken)
 
 
-def test_the_larger_side_goes_on_if_it_has_the_store(tmp_path, tiny_run, unbroken):
-    with Network(3) as network, Cluster(tmp_path, tiny_run, "1:3", *WORDS) as cluster:
+def test_the_larger_side_goes_on_if_it_has_the_store(programs, tmp_path, tiny_run, unbroken):
+    with Network(3) as network, Cluster(programs, tmp_path, tiny_run, "1:3", *WORDS) as cluster:
         first = start(cluster, network, 0)
         first.wait_for("this host leads")
         second = start(cluster, network, 1)
@@ -108,8 +112,8 @@ def test_the_larger_side_goes_on_if_it_has_the_store(tmp_path, tiny_run, unbroke
         require_equal(cluster, unbroken)
 
 
-def test_a_cut_that_heals_soon_loses_no_host(tmp_path, tiny_run, unbroken):
-    with Network(2) as network, Cluster(tmp_path, tiny_run, "1:2", *WORDS) as cluster:
+def test_a_cut_that_heals_soon_loses_no_host(programs, tmp_path, tiny_run, unbroken):
+    with Network(2) as network, Cluster(programs, tmp_path, tiny_run, "1:2", *WORDS) as cluster:
         first = start(cluster, network, 0)
         first.wait_for("this host leads")
         other = start(cluster, network, 1, fault="wait", who="1")
@@ -124,8 +128,8 @@ def test_a_cut_that_heals_soon_loses_no_host(tmp_path, tiny_run, unbroken):
         assert ENDED not in other.told
 
 
-def test_a_host_that_hears_but_is_not_heard_is_lost(tmp_path, tiny_run, unbroken):
-    with Network(2) as network, Cluster(tmp_path, tiny_run, "1:2", *WORDS) as cluster:
+def test_a_host_that_hears_but_is_not_heard_is_lost(programs, tmp_path, tiny_run, unbroken):
+    with Network(2) as network, Cluster(programs, tmp_path, tiny_run, "1:2", *WORDS) as cluster:
         first = start(cluster, network, 0)
         first.wait_for("this host leads")
         other = start(cluster, network, 1, fault="wait", who="1")
