@@ -215,6 +215,11 @@ class Fleet:
         return 2 * len(self._places) >= self._voters - self._dead
 
     @property
+    def is_whole(self) -> bool:
+        """Whether as many hosts are here as trained last."""
+        return len(self._places) >= self._voters
+
+    @property
     def is_heard(self) -> bool:
         """Whether all hosts that have ranks were heard just now."""
         now = time.monotonic()

@@ -36,6 +36,7 @@ _STOPPED = 10.0  # seconds after which a process that is stopped counts as lost
 _SOON = 60.0  # seconds: a member that fails sooner after its start than this is left out the second time
 _WRONG_INPUT = 2  # exit code of a rank that was given what cannot work
 _MENDED = 5.0  # seconds in which the failure of a group shows its cause, such as a process that ends
+_GATHERED = 10.0  # seconds without a host or member that comes, after all had to stop
 _REQUESTS = 0.5  # seconds between two looks for requests
 
 
@@ -82,6 +83,8 @@ class Members:
         self._failure: WorkerError | None = None
         self._is_due = True  # whether a generation is to be made,
         self._is_broken = False  # after one that cannot go on
+        self._is_halted = False  # whether all had to stop, so that nothing is won by haste
+        self._came = 0.0  # time at which a host or a member came last
         self._waits_since: float | None = None  # for hosts
         self._failed_since: float | None = None  # a group, without a member that has ended
         self._asked: set[int] = set()  # members that were asked to leave
@@ -110,11 +113,11 @@ class Members:
             return bool(self._processes.running())
         can_go_on = self._fleet is None or self._fleet.has_quorum
         if self._is_due and (self._fleet is None or self._fleet.is_heard):
-            if can_go_on and len(self._present) >= self._least:
+            if can_go_on and len(self._present) >= self._least and not self._gathers():
                 self._form()
             elif self._is_broken and self._fleet is not None:
                 self._roster.announce([], is_broken=True)  # so that all stop and wait
-                self._is_broken = self._is_due = False
+                self._is_halted, self._is_broken = True, False
         here = len(self._present) + len(self._starting)
         if can_go_on and here >= self._least and here:
             self._waits_since = None
@@ -123,9 +126,16 @@ class Members:
             return False
         return self._waits_for_hosts(self._fleet)
 
+    def _gathers(self) -> bool:
+        """Return whether others may still come after all had to stop: together they have more of the state."""
+        if not self._is_halted or self._fleet is None:
+            return False
+        is_recent = time.monotonic() - self._came < _GATHERED
+        return bool(self._starting) or (is_recent and not self._fleet.is_whole)
+
     def _form(self) -> None:
         self._roster.announce(self._present, is_broken=self._is_broken)
-        self._is_due = self._is_broken = False
+        self._is_due = self._is_broken = self._is_halted = False
         self._failed_since = None
         if self._fleet is not None:
             self._fleet.train()
@@ -210,6 +220,7 @@ class Members:
             return
         for host in self._fleet.start_new(self._roster.newest):
             self._early.difference_update(host.numbers)
+            self._came = time.monotonic()
             for member in host.numbers:
                 self._expect(member)
 
@@ -219,6 +230,7 @@ class Members:
         if not ready or self._signal is not None:
             return
         self._starting -= ready
+        self._came = time.monotonic()
         self._present = sorted([*self._present, *ready])
         self._is_due = True
         if len(self._present) >= self._least:

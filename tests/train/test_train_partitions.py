@@ -93,6 +93,7 @@ def test_a_store_that_less_than_half_of_the_hosts_can_reach_lets_nobody_train(
         assert cluster.losses == made
         network.heal(0)
         assert [each.end() for each in cluster.hosts] == [0, 0, 0], cluster.told
+        assert "from the beginning" not in first.told
         require_equal(cluster, unbroken)
 
 
