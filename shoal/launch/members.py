@@ -127,7 +127,7 @@ class Members:
         return self._waits_for_hosts(self._fleet)
 
     def _gathers(self) -> bool:
-        """Return whether others may still come after all had to stop: together they have more of the state."""
+        """Return whether others may still come after all had to stop; together they have more state."""
         if not self._is_halted or self._fleet is None:
             return False
         is_recent = time.monotonic() - self._came < _GATHERED
