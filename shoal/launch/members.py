@@ -99,6 +99,7 @@ class Members:
             number = pass_on_signals(signals, self._processes)
             if number is not None and self._signal is None:
                 self._signal, deadline = number, time.monotonic() + SAVE
+                self._failure = None  # what was survived before
             self._end_stopped()
             if not self._note_ends():
                 break

@@ -58,6 +58,7 @@ def begin(step, steps):
         if fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
     if step == {HOLD} and os.environ.get("HOLD"):
+        Path("held").touch()
         wait_for(lambda: os.environ["HOLD"] in members())
         time.sleep(0.5)  # what follows from it, such as a signal, may be on its way
     return 1.0

@@ -81,6 +81,22 @@ def test_a_host_whose_launcher_is_told_to_end_leaves_and_the_others_go_on(
 
 
 @pytest.mark.long
+def test_a_run_that_has_lost_a_host_keeps_its_last_rank_and_can_be_stopped(programs, tmp_path, tiny_run):
+    at = f"127.0.0.1:{free_port()}"
+    with Cluster(programs, tmp_path, tiny_run, "1:2") as cluster:
+        first = cluster.start(at, HOLD='"asked"')
+        first.wait_for("this host leads")
+        cluster.start(at, fault="kill host", who="1")
+        cluster.wait_for("faulty")
+        cluster.go()
+        cluster.wait_for("held")
+        assert main(["drain", str(cluster.folder / "one"), "0"]) == 2
+        os.kill(first.process.pid, signal.SIGTERM)
+        assert first.end() == EXIT_STOPPED, cluster.told
+        assert "stopped by a signal; saved" in first.told
+
+
+@pytest.mark.long
 def test_a_host_that_leads_and_is_started_again_goes_on_from_the_memory_of_the_others(
     programs, tmp_path, tiny_run, unbroken
 ):
