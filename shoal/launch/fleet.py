@@ -20,6 +20,7 @@ import contextlib
 import queue
 import secrets
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -289,7 +290,7 @@ class Fleet:
         self._place()
         if host in self._waiting:
             host.tell(do="stand by")
-            print(f"shoal: {host} stands by", flush=True)
+            print(f"shoal: {host} stands by", file=sys.stderr, flush=True)
 
     def _place(self) -> None:
         """Give hosts that stand by the places that are free."""

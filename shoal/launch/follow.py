@@ -26,7 +26,7 @@ from shoal.launch.fleet import BEAT, SILENCE
 from shoal.launch.gate import Gate, StoreDoor
 from shoal.launch.hosts import Meeting, surroundings
 from shoal.launch.launcher import END, listen_for, pass_on_signals, signals_noted
-from shoal.launch.link import Link, LinkRefusedError, dial
+from shoal.launch.link import Link, LinkBusyError, dial
 from shoal.launch.local_ranks import LocalRanks
 from shoal.launch.members import WAIT
 from shoal.launch.membership import AFTER
@@ -69,8 +69,9 @@ def follow(
         while time.monotonic() - since < WAIT and not signals:
             try:
                 link = dial(meeting.address, token)
-            except LinkRefusedError:
-                raise
+            except LinkBusyError:  # it prepares the data, which may take long
+                since = time.monotonic()
+                continue
             except OSError as error:
                 why = str(error) if why == "nothing listens there" else why
                 time.sleep(_PAUSE)

@@ -25,11 +25,15 @@ from typing import Any, final
 
 from shoal.errors import CommunicationError
 
-__all__ = ["Link", "LinkRefusedError", "dial", "welcome"]
+__all__ = ["Link", "LinkBusyError", "LinkRefusedError", "dial", "welcome"]
 
 _NONCE = 32  # bytes
 _LARGEST = 1 << 26  # bytes of a message
 _HANDSHAKE = 5.0  # seconds
+
+
+class LinkBusyError(OSError):
+    """The system of the other end answers, and its program does not yet."""
 
 
 class LinkRefusedError(CommunicationError):
@@ -105,12 +109,17 @@ def dial(address: tuple[str, int], token: bytes) -> Link:
     """Return a link to who listens at an address.
 
     Raises:
+        LinkBusyError: Who listens there does not accept links yet.
         OSError: It cannot be reached.
         LinkRefusedError: It has another token.
     """
     link = Link(socket.create_connection(address, timeout=_HANDSHAKE))
     try:
-        theirs, own = link.take(_NONCE), secrets.token_bytes(_NONCE)
+        try:
+            theirs = link.take(_NONCE)
+        except TimeoutError as error:
+            raise LinkBusyError(f"{address[0]}:{address[1]} accepts no links yet") from error
+        own = secrets.token_bytes(_NONCE)
         link.socket.sendall(own + _proof(token, b"dials", theirs, own))
         try:
             is_known = hmac.compare_digest(link.take(_NONCE), _proof(token, b"listens", theirs, own))
