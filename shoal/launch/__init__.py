@@ -12,8 +12,8 @@ from shoal.launch.elastic import Elasticity, launch_elastic
 from shoal.launch.follow import follow
 from shoal.launch.hosts import Meeting, lead, open_meeting
 from shoal.launch.launcher import TERMINAL, launch
-from shoal.launch.membership import Generation, Membership
-from shoal.launch.memory_files import PEER, Peer
+from shoal.launch.membership import PEER, Generation, Membership
+from shoal.launch.memory_files import MANIFEST, Held, Peer, held_in, is_there
 from shoal.launch.nursery import Nursery, open_nursery
 from shoal.launch.outcome import EXIT_STOPPED, Outcome, root_cause
 from shoal.launch.output import RankLog, keep_output
@@ -23,11 +23,13 @@ from shoal.launch.world import World, find_world, join, meet
 
 __all__ = [
     "EXIT_STOPPED",
+    "MANIFEST",
     "PEER",
     "TERMINAL",
     "TOKEN_FILE",
     "Elasticity",
     "Generation",
+    "Held",
     "Meeting",
     "Membership",
     "Nursery",
@@ -41,6 +43,8 @@ __all__ = [
     "find_token",
     "find_world",
     "follow",
+    "held_in",
+    "is_there",
     "join",
     "keep_output",
     "launch",

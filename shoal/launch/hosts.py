@@ -27,7 +27,8 @@ from shoal.launch.gate import Gate, store_service
 from shoal.launch.launcher import signals_noted, store_on_loopback
 from shoal.launch.local_ranks import LocalRanks
 from shoal.launch.members import WAIT, Members
-from shoal.launch.memory_files import PEER, files_service
+from shoal.launch.membership import PEER
+from shoal.launch.memory_files import files_service
 from shoal.launch.nursery import Nursery
 from shoal.launch.pump import Pump
 from shoal.launch.token import TOKEN_FILE, read_token

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,9 @@ MEMBER = "SHOAL_MEMBER"
 
 AFTER = "SHOAL_AFTER"
 """Environment variable: the generation that was newest when the member was started; "-1" for none."""
+
+PEER = "SHOAL_PEER"
+"""Environment variable: address and port at which the launcher of this host serves files to others."""
 
 _PREFIX = "members"
 _NEWEST = "newest"
@@ -133,6 +137,7 @@ class Membership:
 
     def ready(self) -> None:
         """Tell the launcher that this process can train, and begin to watch."""
+        self._store.set(_peer(self.member), os.environ.get(PEER, ""))
         self._store.set(_ready(self.member), "")
         self._thread.start()
 
@@ -162,6 +167,11 @@ class Membership:
                 continue
             time.sleep(_LOOK)
         return None
+
+    def peers(self) -> list[str]:
+        """Return where the launchers of this generation's members serve files, if they do."""
+        told = [self._store.get(_peer(member)).decode() for member in self.generation.members]
+        return list(dict.fromkeys(filter(None, told)))
 
     def tell_broken(self) -> None:
         """Tell the launcher that the group of this generation has failed."""
@@ -216,6 +226,10 @@ def _here(generation: int, member: int) -> str:
 
 def _broken(generation: int) -> str:
     return f"{generation} is broken"
+
+
+def _peer(member: int) -> str:
+    return f"peer of {member}"
 
 
 def _ready(member: int) -> str:

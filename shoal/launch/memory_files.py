@@ -4,25 +4,30 @@ A launcher serves them, so that they can be had after the rank that wrote them h
 
     asks    {"kind": "files"}, then for each file {"file": "step-00000010/rank-00000.safetensors"}
     answers {"size": bytes} and the bytes; {"missing": why} if it is not there
+    asks    {"list": true}
+    answers {"held": {identity: [name, [file there, ...], [file missing, ...]]}}
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from shoal.checkpoint import checkpoints, read_manifest
 from shoal.errors import CheckpointError
 from shoal.launch.gate import Service
 from shoal.launch.link import Link, dial
 
-__all__ = ["PEER", "Peer", "files_service"]
+__all__ = ["MANIFEST", "Held", "Peer", "files_service", "held_in", "is_there"]
 
-PEER = "SHOAL_PEER"
-"""Environment variable: address and port at which this host's launcher serves its files."""
+MANIFEST = "manifest.json"
+"""Name of a checkpoint's manifest."""
 
 _FILE = re.compile(r"step-[0-9.]+(?:tmp)?/[a-z0-9-]+\.(?:safetensors|json)")
 _AT_ONCE = 1 << 20  # bytes
@@ -35,7 +40,14 @@ def files_service(folder: Path) -> Service:
     def serve(link: Link, asked: Mapping[str, Any]) -> None:
         try:
             while True:
-                _send(link, folder, str(link.receive().get("file")))
+                asked_for = link.receive()
+                if "list" in asked_for:
+                    held = {
+                        name: [each.name, each.files, each.missing] for name, each in held_in(folder).items()
+                    }
+                    link.send({"held": held})
+                else:
+                    _send(link, folder, str(asked_for.get("file")))
         except OSError:
             link.close()
 
@@ -54,6 +66,42 @@ def _send(link: Link, folder: Path, name: str) -> None:
     with file:
         link.send({"size": os.fstat(file.fileno()).st_size})
         link.socket.sendfile(file)
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """What a host holds of a checkpoint.
+
+    Attributes:
+        name: The checkpoint's directory.
+        files: The files that it has.
+        missing: The files that it lacks.
+    """
+
+    name: str
+    files: tuple[str, ...]
+    missing: tuple[str, ...]
+
+
+def held_in(folder: Path) -> dict[str, Held]:
+    """Return what a folder holds of checkpoints, by their identity: the hash of the manifest."""
+    found: dict[str, Held] = {}
+    for path in checkpoints(folder):
+        with contextlib.suppress(CheckpointError, OSError):
+            manifest = read_manifest(path)
+            identity = hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
+            there = {name for name, record in manifest.files.items() if is_there(path / name, record.size)}
+            files = tuple(sorted(there)), tuple(sorted(set(manifest.files) - there))
+            found.setdefault(identity, Held(path.name, *files))
+    return found
+
+
+def is_there(path: Path, size: int) -> bool:
+    """Return whether a file is there in full."""
+    try:
+        return path.stat().st_size == size
+    except OSError:
+        return False
 
 
 @final
@@ -79,6 +127,18 @@ class Peer:
 
     def __exit__(self, *_: object) -> None:
         self._link.close()
+
+    def held(self) -> dict[str, Held]:
+        """Return what the host holds of checkpoints, by their identity.
+
+        Raises:
+            OSError: The host is gone.
+        """
+        self._link.send({"list": True})
+        told = self._link.receive().get("held", {})
+        return {
+            each: Held(str(name), tuple(there), tuple(lacks)) for each, (name, there, lacks) in told.items()
+        }
 
     def fetch(self, name: str, target: Path) -> str:
         """Fetch a file, and return its SHA-256 in hexadecimal.

@@ -310,7 +310,9 @@ class Execution:
         folder = os.environ.get(FOLDER)
         directory = Path(folder) if folder else self._run.checkpoints
         every = self._config.checkpoint.memory if folder else 0
-        hosts = HostMemory(directory, self._coordinator) if folder and PEER in os.environ else None
+        hosts = None
+        if folder and PEER in os.environ and self._membership is not None:
+            hosts = HostMemory(directory, self._coordinator, self._membership.peers())
         given = {"data": self._data}, self._coordinator, self._say, hosts
         return MemorySaves(self._trainer, every, directory, *given)
 

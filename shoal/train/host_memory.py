@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import final
 
@@ -24,7 +22,6 @@ from shoal.checkpoint import (
     Coordinator,
     Manifest,
     attempt_together,
-    checkpoints,
     free_path,
     read_manifest,
     staging_path,
@@ -32,26 +29,9 @@ from shoal.checkpoint import (
 )
 from shoal.collectives.interface import split_address
 from shoal.errors import CheckpointError, CommunicationError, CorruptCheckpointError
-from shoal.launch import PEER, TOKEN_FILE, Peer, read_token
+from shoal.launch import MANIFEST, PEER, TOKEN_FILE, Held, Peer, held_in, is_there, read_token
 
-__all__ = ["Held", "HostMemory"]
-
-_MANIFEST = "manifest.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What a host holds of a checkpoint.
-
-    Attributes:
-        name: The checkpoint's directory.
-        files: The files that it has.
-        missing: The files that it lacks.
-    """
-
-    name: str
-    files: tuple[str, ...]
-    missing: tuple[str, ...]
+__all__ = ["HostMemory"]
 
 
 @final
@@ -61,6 +41,7 @@ class HostMemory:
     Args:
         directory: The folder in this host's memory.
         coordinator: All ranks.
+        others: Where launchers serve files whose ranks stand by: they may hold copies. Rank 0's count.
         environment: The environment, which names this host's launcher and the file of the token.
 
     Attributes:
@@ -71,9 +52,13 @@ class HostMemory:
     """
 
     def __init__(
-        self, directory: Path, coordinator: Coordinator, environment: Mapping[str, str] = os.environ
+        self,
+        directory: Path,
+        coordinator: Coordinator,
+        others: Sequence[str] = (),
+        environment: Mapping[str, str] = os.environ,
     ) -> None:
-        self.directory = directory
+        self.directory, self._others = directory, others
         self._coordinator = coordinator
         own = environment[PEER]
         self._of_ranks: list[str] = coordinator.all_gather_object(own)
@@ -99,10 +84,11 @@ class HostMemory:
 
     def find(self) -> dict[Path, str]:
         """Return the checkpoints that the hosts hold in full, together: a name for each, and its identity."""
-        told = self._coordinator.all_gather_object(self._held() if self.is_first else None)
-        self._holdings = {
-            host: each for host, each in zip(self._of_ranks, told, strict=True) if each is not None
-        }
+        own = {self._hosts[self._own]: held_in(self.directory)} if self.is_first else {}
+        if self._coordinator.rank == 0:
+            own |= self._held_by_others()
+        told = self._coordinator.all_gather_object(own)
+        self._holdings = {host: held for each in told for host, held in each.items()}
         missing: dict[str, set[str]] = {}
         names: dict[str, str] = {}
         for holding in self._holdings.values():
@@ -139,25 +125,23 @@ class HostMemory:
             try:
                 with (path / f"{name}.lock").open("w") as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX)  # other ranks of this host may want it too
-                    if not _is_there(path / name, manifest.files[name].size):
+                    if not is_there(path / name, manifest.files[name].size):
                         host = self._holders(self._taken, name)[0]
                         held = self._holdings[host][self._taken].name
                         self._fetch(host, held, [name], path, manifest)
             except (OSError, CheckpointError) as error:
                 raise CorruptCheckpointError(f"{name} cannot be had from another host: {error}") from error
 
-    def _held(self) -> dict[str, Held]:
-        found: dict[str, Held] = {}
-        for path in checkpoints(self.directory):
-            with contextlib.suppress(CheckpointError, OSError):
-                manifest = read_manifest(path)
-                identity = hashlib.sha256((path / _MANIFEST).read_bytes()).hexdigest()
-                there = {
-                    name for name, record in manifest.files.items() if _is_there(path / name, record.size)
-                }
-                files = tuple(sorted(there)), tuple(sorted(set(manifest.files) - there))
-                found.setdefault(identity, Held(path.name, *files))
+    def _held_by_others(self) -> dict[str, dict[str, Held]]:
+        found = {}
+        for host in self._others:
+            if host not in self._hosts:
+                with contextlib.suppress(OSError, CommunicationError), self._peer(host) as peer:
+                    found[host] = peer.held()
         return found
+
+    def _peer(self, host: str) -> Peer:
+        return Peer(split_address(host, PEER), read_token(self._token))
 
     def _take(self, identity: str) -> Path:
         held = self._holdings[self._hosts[self._own]].get(identity)
@@ -167,8 +151,8 @@ class HostMemory:
         name = self._holdings[other][identity].name
         staging = staging_path(self.directory, step_of(Path(name)))
         staging.mkdir(parents=True, exist_ok=True)
-        with Peer(split_address(other, PEER), read_token(self._token)) as peer:
-            if peer.fetch(f"{name}/{_MANIFEST}", staging / _MANIFEST) != identity:
+        with self._peer(other) as peer:
+            if peer.fetch(f"{name}/{MANIFEST}", staging / MANIFEST) != identity:
                 raise CheckpointError(f"{name} has changed on another host")
         path = free_path(self.directory, read_manifest(staging).step)
         REAL_FILES.rename(staging, path)
@@ -176,7 +160,8 @@ class HostMemory:
 
     def _holders(self, identity: str, file: str = "") -> list[str]:
         """Return the hosts that have a file of a checkpoint, those after this one first."""
-        after = self._hosts[self._own + 1 :] + self._hosts[: self._own]
+        others = [host for host in self._holdings if host not in self._hosts]
+        after = self._hosts[self._own + 1 :] + self._hosts[: self._own] + others
         found = [(host, self._holdings.get(host, {}).get(identity)) for host in after]
         return [host for host, held in found if held is not None and (not file or file in held.files)]
 
@@ -184,7 +169,7 @@ class HostMemory:
         if not files:
             return
         try:
-            with Peer(split_address(host, PEER), read_token(self._token)) as peer:
+            with self._peer(host) as peer:
                 for file in files:
                     part = folder / f"{file}.part"
                     if peer.fetch(f"{name}/{file}", part) != manifest.files[file].sha256:
@@ -197,10 +182,3 @@ class HostMemory:
 def _writer(name: str) -> int:
     """Return the rank that wrote a file, from its name."""
     return int(name.removeprefix("rank-")[:5])
-
-
-def _is_there(path: Path, size: int) -> bool:
-    try:
-        return path.stat().st_size == size
-    except OSError:
-        return False

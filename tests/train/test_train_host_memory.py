@@ -37,7 +37,7 @@ def hosts_of(folder, count=HOSTS):
         gate.close()
 
 
-def on_ranks(hosts, work):
+def on_ranks(hosts, work, others=()):
     """What `work` returns for each rank of these hosts, in threads; it gets host, memory and coordinator."""
     store, found = HashStore(), {}
     size = len(hosts) * RANKS
@@ -45,7 +45,7 @@ def on_ranks(hosts, work):
     def one(rank):
         host, folder, environment = hosts[rank // RANKS]
         coordinator = StoreCoordinator(store, rank, size)
-        found[rank] = work(host, HostMemory(folder, coordinator, environment), coordinator)
+        found[rank] = work(host, HostMemory(folder, coordinator, others, environment), coordinator)
 
     threads = [threading.Thread(target=one, args=[rank]) for rank in range(size)]
     for thread in threads:
@@ -119,3 +119,17 @@ def test_a_file_that_was_changed_is_not_taken_from_another_host(tmp_path):
 
         for error in on_ranks(hosts, lambda host, memory, ranks: take_up(memory, ranks)):
             assert isinstance(error, CorruptCheckpointError)
+
+
+def test_files_come_from_a_host_whose_ranks_stand_by(tmp_path):
+    with hosts_of(tmp_path, 4) as environments:
+        hosts = [(host, tmp_path / str(host), environments[host]) for host in range(4)]
+        on_ranks(hosts, lambda host, memory, ranks: save(memory, ranks, 5))
+        left = hosts[:2]  # the last is lost, and the one before, which has its files, stands by
+
+        def take_up_part(host, memory, ranks):
+            return take_up(memory, ranks)
+
+        assert all(not found for found in on_ranks(left, lambda host, memory, ranks: memory.find()))
+        parts = on_ranks(left, take_up_part, [environments[2]["SHOAL_PEER"]])
+        assert torch.equal(torch.cat([tensor for tensor, _ in parts]), VALUES + 5)
