@@ -155,8 +155,8 @@ def parallelize(
     else:
         strategies, pipeline = _staged(setup, pieces, plan, deferral, recorder, on)
     if storage is not None and storage.tiers.activations == "file":
-        stages = [blocks] if pieces is None else [pieces.blocks_of(each) for each in pieces.of(axes.pp.index)]
-        store_activations(storage, model, plan, stages, len(blocks))
+        here = [blocks] if pieces is None else [pieces.blocks_of(each) for each in pieces.of(axes.pp.index)]
+        store_activations(storage, model, plan, here, len(blocks))
     return Parallel(
         model,
         plan,

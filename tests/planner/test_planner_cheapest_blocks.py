@@ -6,7 +6,7 @@ import pytest
 
 from shoal.cluster import Cluster
 from shoal.planner import choose
-from shoal.planner.fewest import with_fewest_recomputed
+from shoal.planner.cheapest_blocks import with_cheapest_blocks
 from shoal.planner.search import Search
 from shoal.workload import shape, workload_of
 
@@ -22,7 +22,7 @@ def machine(memory):
 def test_one_block_less_would_not_fit_and_no_more_recompute_is_quicker(memory):
     search = Search(WORKLOAD, machine(memory), 64)
     before = search.best(1).found[0]
-    found = with_fewest_recomputed(search, before)
+    found = with_cheapest_blocks(search, before, may_store=False)
     assert found.seconds <= before.seconds
     assert found.memory.required <= search.room
     recomputed = found.plan.recomputed
