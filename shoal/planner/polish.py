@@ -3,8 +3,8 @@
 A search tries few sizes of buckets, splits layers by their mean cost, and puts ranks in the default order.
 Here the Plan gets all sizes, a split by the cost of every block, all orders of its axes over the network, and
 schedule=search, which is made for times that are known and takes a second. That one is tried with one and
-with two stages on a rank, and with as many activations as fit, if stages x micro-batches are at most
-MOST_SEARCHED; it is taken if it makes the step quicker by LEAST_GAIN.
+with two stages on a rank, with half and twice the micro-batch, and with as many activations as fit, if stages
+x micro-batches are at most MOST_SEARCHED; it is taken if it makes the step quicker by LEAST_GAIN.
 
 Among Plans that are as quick as the best within SIMPLER, the simplest is preferred: no model is that exact.
 """
