@@ -37,7 +37,7 @@ def with_cheapest_blocks(search: Search, found: Fitted, *, may_store: bool) -> F
         if least >= best.seconds:
             break
         if shared.fullest(plan).required <= search.room:
-            continue  # it fits with all activations kept, so the search has looked at it
+            continue  # it fits with all activations kept, so a search has looked at it
         for bound, _, lean in _by_bound(search, _leanest(search, plan, may_store)):
             if bound >= best.seconds:
                 break

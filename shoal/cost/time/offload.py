@@ -70,7 +70,7 @@ class Offload:
     Attributes:
         parts: Exposed seconds of a step, by name: forward, backward, update.
         waits: Seconds of a step in which a device waits for files: what is exposed, without the work of the
-            update and of moving activations.
+            update, of moving activations and of clearing memory.
         replaced: Seconds that the step saves: the optimizer's passes on the device.
         link_bytes: Bytes in a step over the device's link, in both directions.
         file_bytes: Bytes in a step to and from files.
