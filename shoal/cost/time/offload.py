@@ -2,8 +2,8 @@
 
 A rank's optimizer owns N elements. L is the rate of the device's link to the host in one direction. H and D
 are one device's share of the rates of the host's memory and of its files. F and B are the seconds of a
-micro-batch's forward and backward on the rank, in each of m micro-batches, and A the bytes that its layers
-keep from one to the other. The seconds of one step are:
+micro-batch's forward and backward on the rank, in each of m micro-batches, and A the bytes that layers in
+files keep from one to the other. The seconds of one step are:
 
     update      The optimizer passes 28 N bytes through the host's memory. On a GPU gradients and values come
                 down the link before that, 8 N bytes, and values go up after it, 4 N. Meanwhile files are read
