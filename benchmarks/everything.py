@@ -1,6 +1,6 @@
 """What a training step costs more if all that observes it is on, beside the same Trainer with all of it off.
 
-    python benchmarks/everything.py [--rounds 12] [--seconds 4] [--sizes tiny:160,12m:64]
+    python benchmarks/everything.py [--rounds 12] [--seconds 4] [--sizes tiny:64,12m:64]
 
 Ranks of one process each train a model; turns are off, on, and on with `shoal watch` beside, in the reverse
 order every other round. On means, composed as `shoal train` does: the recorder of spans, the metrics file,
@@ -132,7 +132,7 @@ class _Build:
         watch_hangs(self.setup.task.folder / "hang")
         switch = Switch(NullRecorder())
         trainer = make_trainer(self.setup.task, "none", switch)
-        groups = [each for each in gc.get_objects() if isinstance(each, NativeGroup)]
+        groups = [each for each in gc.get_objects() if type(each) is NativeGroup]
         watches = [each._watch for each in groups]
         steps, observed = self.setup.steps, None
         if watches and not all(watches):
@@ -224,7 +224,7 @@ def _watched(run: Path) -> Iterator[None]:
 def measured(
     size: str, ranks: int, rounds: int, seconds: float
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return the seconds of a step and the processor seconds of a rank's step, by state, one for each round."""
+    """Return the seconds of a step, and the processor seconds of a rank, by state: one for each round."""
     preset, _, sequence = size.partition(":")
     walls: dict[str, list[float]] = {state: [] for state in STATES}
     processor: dict[str, list[float]] = {state: [] for state in STATES}
@@ -269,7 +269,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="processes of one thread (default 2)")
     parser.add_argument("--rounds", type=int, default=12, help="default 12")
     parser.add_argument("--seconds", type=float, default=4.0, help="length of a turn (default 4)")
-    parser.add_argument("--sizes", default="tiny:160,12m:64", help="PRESET:TOKENS of a rank's step, several")
+    parser.add_argument("--sizes", default="tiny:64,12m:64", help="PRESET:TOKENS of a rank's step, several")
     options = parser.parse_args()
     machine = describe()
     print("| model | state | step, ms | to off | range | processor time, ms | to off |")

@@ -43,15 +43,19 @@ class Switch(Recorder):
         self.first = 0
 
     def span(self, *arguments: Any, **named: Any) -> AbstractContextManager[None]:
+        """See `Recorder.span`."""
         return self.chosen.span(*arguments, **named)
 
     def open(self, *arguments: Any, **named: Any) -> OpenSpan:
+        """See `Recorder.open`."""
         return self.chosen.open(*arguments, **named)
 
     def step(self, index: int) -> AbstractContextManager[None]:
+        """See `Recorder.step`."""
         return self.chosen.step(index - self.first)
 
     def close(self) -> None:
+        """See `Recorder.close`."""
         self.chosen.close()
 
 
