@@ -4,9 +4,10 @@
 
 Real ranks train a pipeline whose stages sleep in forward, in the gradient of the input and in that of the
 weights, under each schedule: first all stages for equally long, then for times that differ. As ranks sleep,
-more of them than cores run as on cores of their own. The report's bubble is held to the idle
-time of the table with the mean time of stages, which is what the schedule forces; all of the report's idle
-time (bubble, straggler wait and exposed communication) to that of the table with the times of each stage. Shares are of the step, in percent; differences in points.
+more of them than cores run as on cores of their own. The report's bubble is held to the idle time of the
+table with the mean time of stages, which is what the schedule forces; all of the report's idle time (bubble,
+straggler wait and exposed communication) to that of the table with the times of each stage. Shares are of the
+step, in percent; differences in points.
 """
 
 from __future__ import annotations
