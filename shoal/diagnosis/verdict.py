@@ -180,7 +180,7 @@ def _missing(
             "arrivals between hosts, exactly: their clocks were not compared, so they are as exact as the "
             "wall clocks."
         )
-    if predicted is None and len({each.group for each in between}) == 1 and not any(map(is_ring, between)):
+    if not predicted and len({each.group for each in between}) == 1 and not any(map(is_ring, between)):
         missing.append(
             "whether a link is slow: there is one group only, no predicted time to compare, and no ring of "
             "three ranks whose ends could tell."
