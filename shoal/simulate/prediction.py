@@ -9,8 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from shoal.cluster import Cluster
-from shoal.cost import Costs
-from shoal.cost.layout import Layout
+from shoal.cost import Costs, Layout
 from shoal.cost.time import compute_parts, workload_on
 from shoal.errors import RunError
 from shoal.plan import Plan, SettledPlan
