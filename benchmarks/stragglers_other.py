@@ -1,13 +1,13 @@
 """The verdict on runs that a second generator draws, on which no threshold was chosen.
 
-    python benchmarks/stragglers_other.py [--cases 200] [--windows 1000] [--seed 0]
+    python benchmarks/stragglers_other.py [--cases 200] [--windows 1000] [--noise 1]
 
 It shares no code with `shoal.testing.delays`: other steps (gradient accumulation, sharded weights gathered
 block by block, tensor parallelism, steps of 8 to 400 ms), and other noise. Each window draws several of:
-heavy tails (Pareto), drift (a random walk of each rank's speed), noise that ranks of a host share, a
-neighbour that takes a core now and then and hits another rank each time, a pause of all ranks in turn at a
-fixed distance (as garbage collection does), ranks that differ a little all the time, and steps that save or
-validate. Delays are those of `stragglers.py`, with other periods and lengths, in any phase, the whole
+heavy tails (Pareto), drift (a random walk of each rank's speed that comes back), noise that ranks of a host
+share, a neighbour that takes a core now and then and hits another rank each time, a pause of every rank in
+turn each 15 to 25 steps (of 4 % of a step in each part of forward: 16 or 48 % in all), ranks that differ a
+little all the time, and steps that save. Delays are those of `stragglers.py`, with other periods and lengths, in any phase, the whole
 machine, or a link.
 """
 
@@ -67,13 +67,14 @@ class _Noise:
     ranks: int
     forms: frozenset[str]
     host: int  # ranks of a host
+    size: float = 1.0  # of all of it
     speed: list[float] = field(default_factory=list)
     shared: dict[int, float] = field(default_factory=dict)
     hit: int = -1
 
     def begin(self) -> None:
         """Draw what holds for a whole window."""
-        spread = 0.008 if "differ" in self.forms else 0.0
+        spread = 0.008 * self.size if "differ" in self.forms else 0.0
         self.speed = [1 + self.randomness.gauss(0, spread) for _ in range(self.ranks)]
         self.offset = [self.randomness.randrange(20) for _ in range(self.ranks)]
         self.every = self.randomness.randint(15, 25)
@@ -82,8 +83,8 @@ class _Noise:
         """Draw what holds for a step."""
         draw = self.randomness
         if "drift" in self.forms:  # it comes back: a rank does not become slow for good
-            self.speed = [1 + 0.97 * (each - 1) + draw.gauss(0, 0.003) for each in self.speed]
-        size = 0.04 if "host" in self.forms else 0.0
+            self.speed = [1 + 0.97 * (each - 1) + draw.gauss(0, 0.003 * self.size) for each in self.speed]
+        size = 0.04 * self.size if "host" in self.forms else 0.0
         self.shared = {host: draw.lognormvariate(0, size) for host in range(self.ranks)}
         self.hit = draw.randrange(self.ranks) if "neighbour" in self.forms and draw.random() < 0.12 else -1
         self.index = index
@@ -91,13 +92,18 @@ class _Noise:
     def of(self, rank: int, cause: Cause, seconds: float, whole: float) -> float:
         """Return how long a phase takes that would take so many seconds of a step of `whole`."""
         draw = self.randomness
-        found = seconds * self.speed[rank] * self.shared[rank // self.host] * draw.lognormvariate(0, 0.02)
+        found = (
+            seconds
+            * self.speed[rank]
+            * self.shared[rank // self.host]
+            * draw.lognormvariate(0, 0.02 * self.size)
+        )
         if "tails" in self.forms and draw.random() < 0.05:
-            found += seconds * min(0.05 * (draw.paretovariate(1.5) - 1), 1.5)
+            found += seconds * min(0.05 * self.size * (draw.paretovariate(1.5) - 1), 1.5 * self.size)
         if rank == self.hit and cause in (Cause.FORWARD, Cause.BACKWARD):
-            found += 0.15 * seconds * draw.random()
+            found += 0.15 * self.size * seconds * draw.random()
         if "pauses" in self.forms and cause == Cause.FORWARD:
-            found += 0.04 * whole * ((self.index + self.offset[rank]) % self.every == 0)
+            found += 0.04 * self.size * whole * ((self.index + self.offset[rank]) % self.every == 0)
         return found
 
 
@@ -139,8 +145,8 @@ class _Ranks:
             self.now[rank] = stop + 5e-6
 
 
-def drawn_case(seed: int, cause: Cause | None, steps: int = _STEPS) -> Drawn:
-    """Return a window with a delay of this cause, or without any."""
+def drawn_case(seed: int, cause: Cause | None, steps: int = _STEPS, size: float = 1.0) -> Drawn:
+    """Return a window with a delay of this cause, or without any; `size` scales its noise."""
     draw = random.Random(seed)
     tp = draw.choice((1, 1, 2))
     ranks = draw.choice((2, 4, 8)) if tp == 1 else draw.choice((4, 8))
@@ -165,7 +171,7 @@ def drawn_case(seed: int, cause: Cause | None, steps: int = _STEPS) -> Drawn:
     share = _SHARE * (1.0 if pattern == Pattern.PERSISTENT else 4.0)
     what = f"{shape}, {ranks} ranks, tp {tp}, {1e3 * whole:g} ms, {'+'.join(sorted(forms)) or 'quiet'}"
     players = _Ranks(ranks)
-    noise = _Noise(draw, ranks, forms, draw.choice((2, 4, 8)))
+    noise = _Noise(draw, ranks, forms, draw.choice((2, 4, 8)), size)
     noise.begin()
     for index in range(1, steps + 1):
         late = share * whole if cause is not None and is_late[pattern](index) else 0.0
@@ -254,9 +260,9 @@ def _is_right(case: Drawn, ranks: Sequence[int]) -> bool:
     )
 
 
-def _judged(cases: int, seed: int) -> Iterator[tuple[Drawn, Verdict]]:
+def _judged(cases: int, seed: int, size: float) -> Iterator[tuple[Drawn, Verdict]]:
     for number in range(cases):
-        case = drawn_case(seed + number, CAUSES[number % len(CAUSES)])
+        case = drawn_case(seed + number, CAUSES[number % len(CAUSES)], size=size)
         yield case, verdict(case.timeline)
 
 
@@ -265,10 +271,11 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=200)
     parser.add_argument("--windows", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--noise", type=float, default=1.0, help="size of all noise (default 1)")
     args = parser.parse_args()
     began = time.perf_counter()
     scores: dict[Cause, Score] = {}
-    for case, found in _judged(args.cases, args.seed):
+    for case, found in _judged(args.cases, args.seed, args.noise):
         right = [each for each in found.stragglers if _is_right(case, each.ranks)]
         score = scores.setdefault(case.cause, Score())
         score.cases += 1
@@ -282,7 +289,7 @@ def main() -> None:
     print(table(scores), flush=True)
     alarms = 0
     for number in range(args.windows):
-        case = drawn_case(1_000_000 + args.seed + number, None, 42)
+        case = drawn_case(1_000_000 + args.seed + number, None, 42, args.noise)
         if found := verdict(case.timeline).stragglers:
             alarms += 1
             said = [(each.ranks, str(each.cause), str(each.pattern), round(each.share, 3)) for each in found]
