@@ -7,8 +7,8 @@ block by block, tensor parallelism, steps of 8 to 400 ms), and other noise. Each
 heavy tails (Pareto), drift (a random walk of each rank's speed that comes back), noise that ranks of a host
 share, a neighbour that takes a core now and then and hits another rank each time, a pause of every rank in
 turn each 15 to 25 steps (of 4 % of a step in each part of forward: 16 or 48 % in all), ranks that differ a
-little all the time, and steps that save. Delays are those of `stragglers.py`, with other periods and lengths, in any phase, the whole
-machine, or a link.
+little all the time, and steps that save. Delays are those of `stragglers.py`, with other periods and
+lengths, in any phase, the whole machine, or a link.
 """
 
 from __future__ import annotations
