@@ -103,7 +103,7 @@ class QueuedLogger(Logger):
     def _next(self) -> tuple[int, Mapping[str, float], int] | None:
         """Return the next step, its values and how many steps they stand for; None after the last."""
         while self._waiting.empty():
-            # The end is looked at first: what was put before it must not be left.
+            # What was put before the end must not be left.
             if self._is_ending.wait(_LOOK) and self._waiting.empty():
                 return None
         step, values = self._waiting.get_nowait()
