@@ -28,7 +28,7 @@ from shoal.cli.table import labelled, table_of
 from shoal.cli.timelines import timeline_at
 from shoal.cli.verdict import verdict_summary, verdict_text
 from shoal.cluster import Cluster
-from shoal.diagnosis import verdict
+from shoal.diagnosis import told_by, verdict
 from shoal.errors import RunError, UserError
 from shoal.foreign import is_foreign
 from shoal.plan import Plan
@@ -116,8 +116,13 @@ def run(args: argparse.Namespace) -> int:
     summary = summarise(opened, breakdown, stage_times(timeline), rank=args.rank)
     summary["exchanged"] = _exchanged(summary, timeline)
     if breakdown is not None:
-        summary["verdict"] = verdict_summary(verdict(timeline))
-        summary |= _predicted(opened, args.cluster, timeline)
+        prediction = _prediction(opened, args.cluster)
+        summary["verdict"] = verdict_summary(verdict(timeline, **told_by(prediction)))
+        if prediction is not None:
+            summary |= {
+                "cluster": prediction.cluster.name,
+                "kinds": kinds_compared(prediction.seconds_by_kind(), timeline),
+            }
         if args.collectives:
             summary["each_collective"] = [asdict(each) for each in named_collectives(timeline)]
     if args.trace is not None:
@@ -160,22 +165,23 @@ def _report_foreign(args: argparse.Namespace) -> int:
     return 0
 
 
-def _predicted(run: Run, cluster: str | None, measured: Timeline) -> dict[str, Any]:
-    """Return the comparison on the machines that are named, or that the run was given; empty without any.
+def _prediction(run: Run, cluster: str | None) -> Prediction | None:
+    """Return the prediction on the machines that are named, or that the run was given; None without any.
 
     A failed prediction is an error only if the user asked for the prediction.
     """
     found = Cluster.parse(cluster) if cluster is not None else recorded_cluster(run)
     if found is None:
-        return {}
+        return None
     try:
-        predicted = Prediction.of(run, found).seconds_by_kind()
+        prediction = Prediction.of(run, found)
+        prediction.simulation  # noqa: B018 the first use plays the steps
     except UserError as error:
         if cluster is not None:
             raise
         print(f"not predicted: {error.given}", file=sys.stderr)
-        return {}
-    return {"cluster": found.name, "kinds": kinds_compared(predicted, measured)}
+        return None
+    return prediction
 
 
 def _exchanged(summary: Mapping[str, Any], timeline: Timeline) -> dict[str, float] | None:
