@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import tempfile
@@ -30,8 +31,9 @@ with one local rank for each core. Under torchrun, srun or accelerate, it runs a
 started.
 Two dashes end torchrun's own options: torchrun --nproc-per-node 8 --no-python -- shoal train --run DIR
 
-Exit codes: 0 all steps done; 1 a rank failed; 2 wrong input; 75 stopped by Ctrl-C or SIGTERM after the state
-was saved (continue with --resume); 130 stopped before the state was saved.
+SIGTERM, SIGUSR1 and Ctrl-C end the run after its step, and save; a second Ctrl-C ends it at once.
+Exit codes: 0 all steps done; 1 a rank failed; 2 wrong input; 75 stopped by a signal after the state was saved
+(continue with --resume); 130 stopped before the state was saved.
 """
 
 
@@ -74,6 +76,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         default=10,
         help="with --nproc MIN:MAX: how often failed ranks are started again, in total",
     )
+    parser.add_argument(
+        "--grace",
+        metavar="SECONDS",
+        type=_grace,
+        help="seconds that the system leaves from SIGTERM or SIGUSR1 to the kill, such as Slurm's --signal "
+        "or Kubernetes' grace period; if they do not suffice to save, the command says so and ends before",
+    )
     parser.add_argument("--run", metavar="DIR", type=Path, dest="directory", help="directory of the new run")
     parser.add_argument(
         "--resume",
@@ -101,6 +110,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=run)
 
 
+def _grace(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return seconds
+
+
 def run(args: argparse.Namespace) -> int:
     """Train a model.
 
@@ -112,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
 
     world = find_world()
     if world is not None:
-        return _as_rank(world, lambda: _checked_job(args, world.ranks))
+        return _as_rank(world, lambda: _checked_job(args, world.ranks), args.grace)
     with nursery_for(args, "shoal.train") as nursery:
         return _on_this_machine(args, nursery)
 
@@ -132,8 +148,9 @@ def _on_this_machine(args: argparse.Namespace, nursery: Nursery | None) -> int:
     choose_device(job.config.device, 0)
     if job.processes == 1 and elasticity is None:
         with keep_output(RankLog(job.path / "log", 0, 1)):
-            return _as_rank(World(rank=0, ranks=1, local_rank=0, master=("", 0)), lambda: job)
-    return _on_local_ranks(job, nursery, elasticity)
+            world = World(rank=0, ranks=1, local_rank=0, master=("", 0))
+            return _as_rank(world, lambda: job, args.grace)
+    return _on_local_ranks(job, nursery, elasticity, args.grace)
 
 
 def _elasticity(args: argparse.Namespace) -> Elasticity | None:
@@ -175,7 +192,7 @@ def _require_elastic(job: Job, elasticity: Elasticity) -> None:
         )
 
 
-def _as_rank(world: World, choose: Callable[[], Job]) -> int:
+def _as_rank(world: World, choose: Callable[[], Job], grace: float | None) -> int:
     """Train as one rank; `run_rank` prints its error, and rank 0 then prints how to resume."""
     from shoal.launch import run_rank
     from shoal.train import execute
@@ -186,13 +203,15 @@ def _as_rank(world: World, choose: Callable[[], Job]) -> int:
         chosen.append(choose())
         return chosen[0]
 
-    code = run_rank(world.rank, partial(execute, noted, world))
+    code = run_rank(world.rank, partial(execute, noted, world), grace=grace)
     if code in _FAILED and world.rank == 0 and chosen and (text := _how_to_go_on(chosen[0].path)):
         print(text, file=sys.stderr)
     return code
 
 
-def _on_local_ranks(job: Job, nursery: Nursery | None, elasticity: Elasticity | None) -> int:
+def _on_local_ranks(
+    job: Job, nursery: Nursery | None, elasticity: Elasticity | None, grace: float | None
+) -> int:
     from shoal.launch import launch, launch_elastic
     from shoal.run import Run
     from shoal.train import FOLDER, memory_folder
@@ -213,8 +232,16 @@ def _on_local_ranks(job: Job, nursery: Nursery | None, elasticity: Elasticity | 
                         logs=job.path / "log",
                         events=Run(job.path).members_file,
                         nursery=nursery,
+                        grace=grace,
                     )
-            return launch(command, job.processes, logs=job.path / "log", nursery=nursery, units=job.units)
+            return launch(
+                command,
+                job.processes,
+                logs=job.path / "log",
+                nursery=nursery,
+                units=job.units,
+                grace=grace,
+            )
         except WorkerError as error:
             if error.exit_code in _FAILED and (text := _how_to_go_on(job.path)):
                 error.detail = f"{error.detail}\n\n{text}".lstrip()

@@ -7,8 +7,10 @@ started ranks; the trainer's processes call `join` and `run_rank`.
 
 from shoal.launch.devices import choose_device
 from shoal.launch.elastic import Elasticity, launch_elastic
-from shoal.launch.launcher import TERMINAL, launch
+from shoal.launch.ended import Ended
+from shoal.launch.launcher import TERMINAL, launch, launch_on_node
 from shoal.launch.membership import Generation, Membership
+from shoal.launch.node import Node
 from shoal.launch.nursery import Nursery, open_nursery
 from shoal.launch.outcome import EXIT_STOPPED, Outcome, root_cause
 from shoal.launch.output import RankLog, keep_output
@@ -19,8 +21,10 @@ __all__ = [
     "EXIT_STOPPED",
     "TERMINAL",
     "Elasticity",
+    "Ended",
     "Generation",
     "Membership",
+    "Node",
     "Nursery",
     "Outcome",
     "RankLog",
@@ -32,6 +36,7 @@ __all__ = [
     "keep_output",
     "launch",
     "launch_elastic",
+    "launch_on_node",
     "meet",
     "open_nursery",
     "root_cause",

@@ -21,22 +21,20 @@ from typing import final
 from torch.distributed.distributed_c10d import Store
 
 from shoal.errors import WorkerError
+from shoal.launch.ended import exit_code_after_signal
 from shoal.launch.launcher import (
     END,
     LAUNCHER,
-    SAVE,
     SETTLE,
-    exit_code_after_signal,
     listen_for,
-    pass_on_signals,
     rank_environment,
-    signals_noted,
     store_on_loopback,
 )
 from shoal.launch.local_ranks import LocalRanks
 from shoal.launch.membership import AFTER, MEMBER, Roster
 from shoal.launch.nursery import Nursery
 from shoal.launch.outcome import EXIT_STOPPED, Outcome, root_cause
+from shoal.launch.stopping import StopRequest, signals_noted
 
 __all__ = ["Elasticity", "launch_elastic"]
 
@@ -68,6 +66,7 @@ def launch_elastic(
     logs: Path | None = None,
     events: Path | None = None,
     nursery: Nursery | None = None,
+    grace: float | None = None,
 ) -> int:
     """Run a command as each of some members, of which some may be lost; otherwise like `launch`.
 
@@ -82,6 +81,7 @@ def launch_elastic(
         events: JSON lines that tell which members were lost, left and came, and when; None for none. It is
             written once its folder exists.
         nursery: The Nursery that members are forked from; None to start a program for each.
+        grace: Seconds from a signal until the system ends this process; None if it does not.
 
     Returns:
         The exit code: 0, or `EXIT_STOPPED` after a signal if the state is saved.
@@ -106,7 +106,8 @@ def launch_elastic(
             for member in range(most)
         ]
         with LocalRanks(command, environments, logs, nursery) as processes:
-            return _Members(processes, store, Path(folder), elasticity, most, events).run(signals)
+            stop = StopRequest(signals, grace)
+            return _Members(processes, store, Path(folder), elasticity, most, events).run(stop)
 
 
 @final
@@ -137,19 +138,19 @@ class _Members:
         self._signal: signal.Signals | None = None
         self._failure: WorkerError | None = None
 
-    def run(self, signals: list[signal.Signals]) -> int:
+    def run(self, stop: StopRequest) -> int:
         """Watch until the training has ended; return its exit code."""
         self._roster.announce(self._present, is_broken=False)
-        deadline = float("inf")
-        while self._processes.running() and time.monotonic() < deadline:
+        while self._processes.running() and not stop.is_late:
             self._processes.listen(_LOOK)
-            number = pass_on_signals(signals, self._processes)
-            if number is not None and self._signal is None:
-                self._signal, deadline = number, time.monotonic() + SAVE
+            stop.pass_on(self._processes)
+            self._signal = stop.signal
             self._end_stopped()
             if not self._note_ends():
                 break
             self._take_ready()
+        if stop.is_now:
+            self._processes.end()
         return self._exit_code()
 
     def _note_ends(self) -> bool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import final
 
+from shoal.launch.node import Node
 from shoal.launch.nursery import ForkedRank, Nursery
 from shoal.launch.output import NamedLines, RankLog, pass_on
 
@@ -34,6 +35,7 @@ class LocalRanks:
         environments: The environment of each rank.
         logs: The directory in which the output is also kept; None to keep nothing.
         nursery: The Nursery that ranks are forked from; None to start a program for each.
+        node: This machine's place among several; None if all ranks are here.
     """
 
     def __init__(
@@ -42,13 +44,16 @@ class LocalRanks:
         environments: Sequence[Mapping[str, str]],
         logs: Path | None,
         nursery: Nursery | None = None,
+        node: Node | None = None,
     ) -> None:
         self._command = command
-        self._environments = environments
         self._nursery = nursery
+        self._host = "" if node is None else node.name
         self._outputs = selectors.DefaultSelector()
-        self._logs = [RankLog(logs, rank, len(environments)) for rank in range(len(environments))]
-        self._processes = [self._start(rank, environment) for rank, environment in enumerate(environments)]
+        first, ranks = (0, len(environments)) if node is None else (node.first_rank, node.ranks)
+        self._environments = dict(enumerate(environments, start=first))
+        self._logs = {rank: RankLog(logs, rank, ranks) for rank in self._environments}
+        self._processes = {rank: self._start(rank, each) for rank, each in self._environments.items()}
 
     def __enter__(self) -> LocalRanks:
         return self
@@ -56,15 +61,13 @@ class LocalRanks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.signal(signal.SIGKILL)
-        for process in self._processes:
-            process.wait()
+        self.end()
         while self._outputs.get_map() and self._outputs.select(0):
             self.listen(0)
         for key in list(self._outputs.get_map().values()):  # a child that outlives its rank may hold these
             self._close_output(key)
         self._outputs.close()
-        for log in self._logs:
+        for log in self._logs.values():
             log.close()
 
     def start_again(self, rank: int, changes: Mapping[str, str]) -> None:
@@ -73,11 +76,11 @@ class LocalRanks:
 
     def running(self) -> list[int]:
         """Return the ranks that have not ended."""
-        return [rank for rank, process in enumerate(self._processes) if process.poll() is None]
+        return [rank for rank, process in self._processes.items() if process.poll() is None]
 
     def exit_codes(self) -> dict[int, int]:
         """Return the exit code of each rank that has ended; negative for the signal that ended it."""
-        codes = {rank: process.poll() for rank, process in enumerate(self._processes)}
+        codes = {rank: process.poll() for rank, process in self._processes.items()}
         return {rank: code for rank, code in codes.items() if code is not None}
 
     def stopped(self) -> list[int]:
@@ -91,6 +94,12 @@ class LocalRanks:
                 continue
             with contextlib.suppress(ProcessLookupError):  # it has just ended
                 os.killpg(self._processes[rank].pid, number)
+
+    def end(self) -> None:
+        """Kill the ranks that are left, and wait until they have ended."""
+        self.signal(signal.SIGKILL)
+        for process in self._processes.values():
+            process.wait()
 
     def listen(self, seconds: float) -> None:
         """Pass on the next output of ranks. Return when some was passed on, or after `seconds`."""
@@ -111,7 +120,7 @@ class LocalRanks:
         process = _start(self._command, environment, (pipes[0][1], pipes[1][1]), self._nursery)
         for descriptor, (reading, writing) in enumerate(pipes, start=1):
             os.close(writing)
-            lines = NamedLines(rank, overwrites=os.isatty(descriptor))
+            lines = NamedLines(rank, overwrites=os.isatty(descriptor), host=self._host)
             told = descriptor, self._logs[rank], lines
             self._outputs.register(os.fdopen(reading, "rb"), selectors.EVENT_READ, told)
         return process

@@ -15,13 +15,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.errors import CommunicationError, ShoalError, UserError, WorkerError
+from shoal.errors import EXIT_STOPPED, CommunicationError, ShoalError, UserError, WorkerError
 from shoal.hang import HangVerdict
 
 __all__ = ["EXIT_STOPPED", "Outcome", "root_cause"]
-
-EXIT_STOPPED = 75
-"""Exit code of a run that a signal stopped and that saved its state to be resumed; BSD's EX_TEMPFAIL."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
