@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("server",),
     ("parallel",),
     ("launch",),
-    ("train",),
+    ("train", "fleet"),
     ("check",),
     ("web",),
     ("cli",),

@@ -15,7 +15,19 @@ from shoal.errors import ShoalError, WorkerError
 __all__ = ["main"]
 
 _COMMANDS = (
-    *("train", "sample", "report", "watch", "web", "compare", "advise", "what-if", "check", "schedule"),
+    *(
+        "train",
+        "launch",
+        "sample",
+        "report",
+        "watch",
+        "web",
+        "compare",
+        "advise",
+        "what-if",
+        "check",
+        "schedule",
+    ),
     *("plan", "scale", "simulate", "checkpoint", "bench", "aggregate", "cluster", "probe", "calibrate"),
     *("validate", "export", "memory", "doctor", "hang", "completion"),
 )

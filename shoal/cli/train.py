@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 import tempfile
@@ -12,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.local import nursery_for
+from shoal.cli.local import nursery_for, positive_seconds
 from shoal.errors import ConfigError, PlanError, RunError, WorkerError
 from shoal.values import encode
 
@@ -79,7 +78,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--grace",
         metavar="SECONDS",
-        type=_grace,
+        type=positive_seconds,
         help="seconds that the system leaves from SIGTERM or SIGUSR1 to the kill, such as Slurm's --signal "
         "or Kubernetes' grace period; if they do not suffice to save, the command says so and ends before",
     )
@@ -108,13 +107,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "record.profile=FIRST:LAST. SIGUSR2 to this command traces the next five steps",
     )
     parser.set_defaults(run=run)
-
-
-def _grace(text: str) -> float:
-    seconds = float(text)
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
-    return seconds
 
 
 def run(args: argparse.Namespace) -> int:

@@ -100,6 +100,7 @@ def launch_on_node(
     node: Node,
     environment: Mapping[str, str] = os.environ,
     *,
+    logs: Path | None = None,
     nursery: Nursery | None = None,
     grace: float | None = None,
 ) -> Ended:
@@ -111,13 +112,14 @@ def launch_on_node(
         command: A program and its arguments, as for `launch`.
         ranks: Number of ranks on this machine.
         node: This machine's place.
-        environment: Environment from which OMP_NUM_THREADS and GLOO_SOCKET_IFNAME are taken if set.
+        environment: Environment from which OMP_NUM_THREADS is taken if set.
+        logs: Directory in which each rank's output is kept, once the directory exists.
         nursery: The Nursery that ranks are forked from; None to start a program for each.
         grace: Seconds from a signal until the system ends this process; None if it does not.
     """
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
         environments = [node_environment(folder, rank, ranks, node, environment) for rank in range(ranks)]
-        return _run(command, environments, Path(folder), None, nursery, (), grace, node)
+        return _run(command, environments, Path(folder), logs, nursery, (), grace, node)
 
 
 def _run(
