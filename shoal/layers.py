@@ -15,7 +15,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("simulate",),
     ("diagnosis", "foreign", "replay"),
     ("planner",),
-    ("validate", "compare", "advise", "doctor", "hang"),
+    ("validate", "compare", "advise", "doctor", "hang", "submit"),
     ("collectives",),
     ("models", "data", "record"),
     ("trace", "bench"),

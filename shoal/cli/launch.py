@@ -16,7 +16,7 @@ from shoal.errors import ConfigError
 
 __all__ = ["add_parser"]
 
-_TARGETS: tuple[str, ...] = ()
+_TARGETS = ("launch_slurm", "launch_kubernetes", "launch_container")
 _DESCRIPTION = """\
 Starts a training elsewhere: shoal launch TARGET [options] -- train [options of shoal train].
 With --dry-run it prints what it would run or submit, and does nothing.

@@ -345,8 +345,8 @@ class Attempt:
 
     def _exit_codes(self) -> dict[int, int]:
         """Return the exit codes of ranks, but of those that were told to end because others had failed."""
-        agents = [agent for agent in self._agents.values() if not agent.is_told and agent.ended is not None]
-        return {rank: code for agent in agents for rank, code in agent.ended.exit_codes.items()}
+        ended = [agent.ended for agent in self._agents.values() if not agent.is_told]
+        return {rank: code for each in ended if each is not None for rank, code in each.exit_codes.items()}
 
     def _host_of(self, rank: int) -> str:
         nodes = [(name, agent.node) for name, agent in self._agents.items() if agent.node is not None]

@@ -36,7 +36,7 @@ class Policy:
         least: Number of hosts that it needs.
         most: Number of hosts that it uses, if there are so many; others are spares.
         restarts: Number of times that it is started again, in total.
-        pause: Seconds before it is started again; twice as long after each attempt that fails within a minute.
+        pause: Seconds before it is started again; doubled after each attempt that fails within a minute.
         strikes: Failures after which a host is left out.
     """
 

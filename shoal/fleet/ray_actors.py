@@ -31,8 +31,8 @@ class RayCluster:
 
     Args:
         address: Address of the cluster, as `ray.init` takes it; "auto" for the one that this host is in.
-        ranks: Number of CPUs, and of GPUs if the nodes have them, that an agent reserves; None for one CPU and
-            all GPUs of its node.
+        ranks: Number of CPUs, and of GPUs if the nodes have them, that an agent reserves; None for one CPU
+            and all GPUs of its node.
 
     Raises:
         MissingExtraError: Ray is not installed.

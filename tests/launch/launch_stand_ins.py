@@ -91,6 +91,14 @@ class Program:
                 continue
         self._process.wait()
 
+    def commands(self) -> dict[int, str]:
+        """The command line of each process that it started."""
+        found = {}
+        for process in self._family():
+            with contextlib.suppress(OSError):
+                found[process] = Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ").strip()
+        return found
+
     def _family(self) -> list[int]:
         found = []
         for path in Path("/proc").glob("[0-9]*/environ"):

@@ -9,6 +9,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from launch_stand_ins import MARK
+
 __all__ = ["SshServer", "why_no_ssh"]
 
 _SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
@@ -52,11 +54,13 @@ class SshServer:
             f"Port {port}\nListenAddress 127.0.0.1\nHostKey {self._folder}/host\nPidFile none\n"
             f"AuthorizedKeysFile {self._folder}/authorized\nPasswordAuthentication no\nUsePAM no\n"
             "StrictModes no\nPermitRootLogin prohibit-password\nMaxStartups 50\n"
+            f"AcceptEnv {MARK}\n"
         )
         (self._folder / "config").write_text(
             f"Host {' '.join(self._names)}\n  HostName 127.0.0.1\n  Port {port}\n"
             f"  IdentityFile {self._folder}/user\n  IdentitiesOnly yes\n"
             f"  UserKnownHostsFile {self._folder}/known\n  StrictHostKeyChecking yes\n"
+            f"  SendEnv {MARK}\n"  # so that a test finds what it started
         )
         log = (self._folder / "log").open("w")
         self._process = subprocess.Popen([_SSHD, "-D", "-e", "-f", str(self._folder / "sshd")], stderr=log)
