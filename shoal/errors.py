@@ -25,7 +25,6 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
-    "EXIT_STOPPED",
     "CheckpointError",
     "ClusterError",
     "CollectiveError",
@@ -45,10 +44,6 @@ __all__ = [
     "WorkerError",
     "nearest",
 ]
-
-
-EXIT_STOPPED = 75
-"""Exit code of a run that a signal stopped and that saved its state to be resumed; BSD's EX_TEMPFAIL."""
 
 
 class ShoalError(Exception):

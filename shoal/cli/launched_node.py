@@ -33,9 +33,8 @@ def run_node(args: argparse.Namespace) -> int:
     host, port = _master(args.master)
     command = [sys.executable, "-m", "shoal", *words.words]
     if args.dry_run:
-        print(
-            f"{given or 'one rank for each GPU, or one'} ranks, host {number} of {nodes}, at {host}:{port}:"
-        )
+        ranks = "one rank for each GPU, or one" if given is None else f"{given} ranks"
+        print(f"{ranks}; host {number} of {nodes}; all ranks meet at {host}:{port}:")
         print(shlex.join(command))
         return 0
     return _start(command, nodes, number, given, (host, port), words.grace, args.is_program)

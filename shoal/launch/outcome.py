@@ -15,8 +15,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.errors import EXIT_STOPPED, CommunicationError, ShoalError, UserError, WorkerError
+from shoal.errors import CommunicationError, ShoalError, UserError, WorkerError
 from shoal.hang import HangVerdict
+from shoal.submit import EXIT_STOPPED
 
 __all__ = ["EXIT_STOPPED", "Outcome", "root_cause"]
 

@@ -81,7 +81,7 @@ def run_rank(rank: int, work: Callable[[StopSignal], int], *, grace: float | Non
         The exit code of the process.
     """
     folder = os.environ.get(OUTCOMES)
-    name_process(f"shoal rank {rank}")
+    name_process(f"shoal-rank-{rank}")
     if folder is not None:
         die_with(int(os.environ[LAUNCHER]))
     try:

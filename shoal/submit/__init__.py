@@ -5,7 +5,8 @@ functions of what is given, without torch. `shoal launch` prints or submits them
 """
 
 from shoal.submit.container import Container
+from shoal.submit.exit_codes import EXIT_STOPPED, EXIT_WRONG_INPUT
 from shoal.submit.kubernetes import FORMS, KubernetesJob
 from shoal.submit.slurm import SlurmJob, submit
 
-__all__ = ["FORMS", "Container", "KubernetesJob", "SlurmJob", "submit"]
+__all__ = ["EXIT_STOPPED", "EXIT_WRONG_INPUT", "FORMS", "Container", "KubernetesJob", "SlurmJob", "submit"]

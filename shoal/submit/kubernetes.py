@@ -18,7 +18,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from shoal.errors import EXIT_STOPPED, ConfigError
+from shoal.errors import ConfigError
+from shoal.submit.exit_codes import EXIT_STOPPED, EXIT_WRONG_INPUT
 from shoal.submit.yaml_text import yaml_text
 
 __all__ = ["FORMS", "KubernetesJob"]
@@ -29,7 +30,6 @@ FORMS: tuple[Form, ...] = get_args(Form)
 
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,40}[a-z0-9])?")  # leaves room for what Kubernetes appends
 _CONTAINER = "shoal"
-_WRONG_INPUT = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +164,7 @@ class KubernetesJob:
             "backoffLimit": backoff,
             "podFailurePolicy": {
                 "rules": [
-                    _on_exit_code("FailJob", _WRONG_INPUT),
+                    _on_exit_code("FailJob", EXIT_WRONG_INPUT),
                     _on_exit_code("Ignore", EXIT_STOPPED),
                     {
                         "action": "Ignore",

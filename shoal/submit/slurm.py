@@ -20,7 +20,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shoal.errors import EXIT_STOPPED, ConfigError, ShoalError, UserError
+from shoal.errors import ConfigError, ShoalError, UserError
+from shoal.submit.exit_codes import EXIT_STOPPED, EXIT_WRONG_INPUT
 
 __all__ = ["SlurmJob", "submit"]
 
@@ -104,6 +105,7 @@ class SlurmJob:
             wait=_WAIT,
             command=command,
             stopped=EXIT_STOPPED,
+            wrong=EXIT_WRONG_INPUT,
             restarts=self.restarts,
             pause=max(1, round(self.pause)),
             longest=_LONGEST_PAUSE,
@@ -122,7 +124,7 @@ srun --label --kill-on-bad-exit=0 --wait={wait} {command}
 code=$?
 
 case $code in
-0 | 2)
+0 | {wrong})
   rm -f "$failures"
   exit $code
   ;;

@@ -63,8 +63,8 @@ class Program:
         for process in self._family():
             with contextlib.suppress(OSError):  # it has ended meanwhile
                 name = Path(f"/proc/{process}/comm").read_text().strip()
-                if name.startswith("shoal rank"):
-                    found[int(name.split()[-1])] = process
+                if name.startswith("shoal-rank-"):
+                    found[int(name.rpartition("-")[2])] = process
         return found
 
     def wait_until(self, condition: Callable[[], object]) -> None:

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from shoal.errors import EXIT_STOPPED, ConfigError
-from shoal.submit import FORMS, KubernetesJob
+from shoal.errors import ConfigError
+from shoal.submit import EXIT_STOPPED, FORMS, KubernetesJob
 
 VERSION = "1.31"
 
