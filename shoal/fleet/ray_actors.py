@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import queue
+import socket
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from shoal.fleet.hosts import Host
 
 __all__ = ["RayCluster"]
 
+_CONNECT = 10.0  # seconds for a cluster to answer
 _WAIT = 0.5  # seconds that an actor waits for lines before it answers
 _AT_ONCE = 1000  # events in an answer
 _CALLS = 3  # calls of an actor at a time: to read, to send, to hang up
@@ -45,14 +47,11 @@ class RayCluster:
         except ImportError:
             raise MissingExtraError("shoal launch ray", package="ray", extra="ray") from None
         self._ranks = ranks
+        _require_reachable(address)
         try:
             self._ray.init(address=address, log_to_driver=False, configure_logging=False)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            raise ClusterError(
-                f"there is no Ray cluster at {address}: {str(error).splitlines()[0]}",
-                possible="the address of a cluster that runs, or auto on one of its nodes",
-                change="start one (ray start --head), or correct --address",
-            ) from error
+            raise _no_cluster(address, str(error).splitlines()[0]) from error
 
     def __enter__(self) -> RayCluster:
         return self
@@ -118,6 +117,25 @@ class _AgentActor:
     def hang_up(self) -> None:
         """End the agent's input."""
         self._channel.hang_up()
+
+
+def _require_reachable(address: str) -> None:
+    """Raise ClusterError if nothing answers at an address; Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "/" in host:
+        return  # a name that Ray resolves
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT).close()
+    except OSError as error:
+        raise _no_cluster(address, str(error)) from error
+
+
+def _no_cluster(address: str, reason: str) -> ClusterError:
+    return ClusterError(
+        f"there is no Ray cluster at {address}: {reason}",
+        possible="the address of a cluster that runs, or auto on one of its nodes",
+        change="start one (ray start --head), or correct --address",
+    )
 
 
 @final

@@ -32,6 +32,7 @@ __all__ = ["ALONE", "main", "open_store", "own_address", "ranks_here"]
 ALONE = 10.0
 """Seconds for the ranks to save once the fleet is gone. Until then no other host may go on in their place."""
 
+_HEEDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _SILENT = 15.0  # seconds after which a fleet that says nothing is gone
 _BETWEEN = 0.2  # seconds between two signals, which else may come in either order
 _AT_ONCE = 1 << 16  # bytes to read at once
@@ -111,8 +112,11 @@ def open_store(address: str, port: int) -> TCPStore:
 
 
 def _prepare(task: Task) -> None:
-    """Take the environment and the working directory of a Task."""
+    """Take the environment and the working directory of a Task, and heed the signals that the fleet sends."""
     os.environ.update(task.environment)
+    for number in _HEEDED:  # Ray's workers ignore some, and block others
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEEDED)
     try:
         os.chdir(task.folder)
     except OSError as error:
