@@ -1,16 +1,18 @@
 """How often does `shoal compare` find a step that is 3 % slower, and how often does it invent a difference?
 
-    python benchmarks/compare_runs.py [--repetitions 100] [--real DIR]
+    python benchmarks/compare_runs.py [--repetitions 100] [--real DIR [--pairs 10] [--steps 600]]
 
-Two runs of synthetic steps follow one another on one machine. Their noise has the forms that steps of real
-runs show, alone and together (`NOISES`): steps that depend on their neighbours, single slow steps, a
-neighbour on the machine that comes and goes, and drift. In one half of the pairs nothing differs; in the
-other half backward takes longer by 3 % of the step. `--real` does the same with two Trainers that take turns.
+Two runs of synthetic steps follow one another on one machine, or are side by side. Their noise has the forms
+that steps of real runs show, alone and together (`NOISES`): steps that depend on their neighbours, single
+slow steps, a neighbour on the machine that comes and goes, and drift. In one half of the pairs nothing
+differs; in the other half backward takes longer by 3 % of the step. `--real` does the same with two Trainers
+that take turns, step by step; a wait in forward makes the second slower.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import time
 from collections.abc import Iterator
@@ -19,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
+from shoal.bench import describe
 from shoal.compare import Difference, RunValues, Verdict, differences
 from shoal.run import Run
 
@@ -85,33 +88,51 @@ def _visits(steps: int, busy: float, random: np.random.Generator) -> np.ndarray:
     return found
 
 
-def pair(noise: Noise, steps: int, slower: float, random: np.random.Generator) -> tuple[RunValues, RunValues]:
-    """Return two runs, one after the other; backward of the second is slower by a share of the step."""
+def pair(
+    noise: Noise, steps: int, slower: float, random: np.random.Generator, *, in_turns: bool = False
+) -> tuple[RunValues, RunValues]:
+    """Return two runs; backward of the second is slower by a share of the step.
+
+    One follows the other, or they take turns step by step.
+    """
     common = np.exp(noise.draw(2 * steps, random))
     parts = {
         name: share * common * np.exp(noise.parts * random.standard_normal(2 * steps))
         for name, share in SHARES.items()
     }
-    parts["backward"][steps:] += slower * common[steps:]
+    first, second = (
+        (slice(0, None, 2), slice(1, None, 2)) if in_turns else (slice(0, steps), slice(steps, None))
+    )
+    parts["backward"][second] += slower * common[second]
     parts["step"] = np.sum(list(parts.values()), axis=0)
-    return _values(parts, slice(0, steps)), _values(parts, slice(steps, None))
+    starts = np.cumsum(parts["step"]) - parts["step"]
+    return _values(parts, starts, first), _values(parts, starts, second)
 
 
-def _values(parts: dict[str, np.ndarray], which: slice) -> RunValues:
-    kinds = {name: tuple(values[which].tolist()) for name, values in parts.items()}
-    rates = tuple((8192 / parts["step"][which]).tolist())
+def _values(parts: dict[str, np.ndarray], starts: np.ndarray, which: slice) -> RunValues:
     return RunValues(
-        path="", plan="", ranks=2, kinds=kinds, collectives={}, tokens_per_second=rates, memory=None
+        path="",
+        plan="",
+        ranks=2,
+        starts=tuple(starts[which].tolist()),
+        kinds={name: tuple(values[which].tolist()) for name, values in parts.items()},
+        collectives={},
+        tokens_per_second=tuple((8192 / parts["step"][which]).tolist()),
+        memory=None,
     )
 
 
-def rates(noise: Noise, steps: int, repetitions: int, slower: float, seed: int) -> tuple[int, int]:
+def rates(
+    noise: Noise, steps: int, repetitions: int, slower: float, seed: int, *, in_turns: bool = False
+) -> tuple[int, int]:
     """Return in how many pairs any difference was invented, and in how many the slower step was found."""
     random = np.random.default_rng(seed)
-    invented = sum(
-        any(map(differs, differences(*pair(noise, steps, 0.0, random)))) for _ in range(repetitions)
-    )
-    found = sum(is_found(differences(*pair(noise, steps, slower, random))) for _ in range(repetitions))
+
+    def drawn(extra: float) -> list[Difference]:
+        return differences(*pair(noise, steps, extra, random, in_turns=in_turns))
+
+    invented = sum(any(map(differs, drawn(0.0))) for _ in range(repetitions))
+    found = sum(is_found(drawn(slower)) for _ in range(repetitions))
     return invented, found
 
 
@@ -125,11 +146,14 @@ def is_found(rows: list[Difference]) -> bool:
     return any(row.name == "step" and row.verdict == Verdict.HIGHER for row in rows)
 
 
-def real_pairs(folder: Path, steps: int, slower: float) -> Iterator[tuple[str, list[Difference]]]:
-    """Yield the differences of two real runs whose steps take turns, without and with a slower forward."""
-    for name, extra in (("equal", 0.0), ("slower", slower)):
-        first, second = take_turns(folder / name, steps, extra)
-        yield name, differences(RunValues.of(first), RunValues.of(second))
+def real_pairs(
+    folder: Path, steps: int, slower: float, count: int = 1
+) -> Iterator[tuple[str, list[Difference]]]:
+    """Yield the differences of pairs of real runs that take turns, without and with a slower forward."""
+    for number in range(count):
+        for name, extra in (("equal", 0.0), ("slower", slower)):
+            first, second = take_turns(folder / f"{name}-{number}", steps, extra)
+            yield name, differences(RunValues.of(first), RunValues.of(second))
 
 
 def take_turns(folder: Path, steps: int, slower: float) -> tuple[Run, Run]:
@@ -172,29 +196,47 @@ def _spin(seconds: float) -> None:
 
 def table(repetitions: int, slower: float) -> str:
     """Return a table in Markdown: how often a difference was invented, how often the slower step found."""
-    head = f"| noise | steps of a run | invented, of {repetitions} | {slower:.0%} found, of {repetitions} |"
-    lines = [head, "| --- | --- | --- | --- |"]
+    of = f"of {repetitions}"
+    head = f"| noise | runs | steps of a run | invented, {of} | {slower:.0%} found, {of} |"
+    lines = [head, "| --- | --- | --- | --- | --- |"]
     for seed, noise in enumerate(NOISES):
-        for steps in (300, 1000):
-            invented, found = rates(noise, steps, repetitions, slower, seed)
-            lines.append(f"| {noise.name} | {steps} | {invented} | {found} |")
+        for order, steps in itertools.product(("in turns", "one after the other"), (300, 1000)):
+            in_turns = order == "in turns"
+            invented, found = rates(noise, steps, repetitions, slower, seed, in_turns=in_turns)
+            lines.append(f"| {noise.name} | {order} | {steps} | {invented} | {found} |")
     return "\n".join(lines)
+
+
+def real_table(folder: Path, steps: int, slower: float, count: int) -> str:
+    """Return what was told of real runs that took turns, and how large the step's change was."""
+    rows = list(real_pairs(folder, steps, slower, count))
+    changes = {name: [_step(found).change or 0.0 for kind, found in rows if kind == name] for name, _ in rows}
+    invented = sum(any(map(differs, found)) for kind, found in rows if kind == "equal")
+    told = sum(is_found(found) for kind, found in rows if kind == "slower")
+    spans = {name: f"{min(each):+.2%} to {max(each):+.2%}" for name, each in changes.items()}
+    return (
+        f"Real runs of {steps} steps that take turns, {count} pairs: {invented} with an invented difference "
+        f"(step {spans['equal']}); {slower:.0%} found in {told} (step {spans['slower']}).\n\n"
+        f"    {describe()}"
+    )
+
+
+def _step(rows: list[Difference]) -> Difference:
+    return next(row for row in rows if row.name == "step")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="measure the error rates of shoal compare")
     parser.add_argument("--repetitions", type=int, default=100)
     parser.add_argument("--slower", type=float, default=0.03, help="share of a step that is injected")
-    parser.add_argument("--real", type=Path, help="also train two models in turns, in this new directory")
+    parser.add_argument("--real", type=Path, help="train real models in turns instead, in this new directory")
+    parser.add_argument("--pairs", type=int, default=10, help="pairs of real runs, equal and slower ones")
     parser.add_argument("--steps", type=int, default=600, help="steps of a real run")
     args = parser.parse_args()
-    print(table(args.repetitions, args.slower))
     if args.real is not None:
-        for name, rows in real_pairs(args.real, args.steps, args.slower):
-            told = [
-                f"{row.name} {row.change:+.1%}" for row in rows if differs(row) and row.change is not None
-            ]
-            print(f"\nreal runs, {name}: {', '.join(told) or 'no difference shown'}")
+        print(real_table(args.real, args.steps, args.slower, args.pairs))
+    else:
+        print(table(args.repetitions, args.slower))
     return 0
 
 

@@ -22,7 +22,8 @@ __all__ = ["add_parser", "run"]
 _DESCRIPTION = """\
 Compares two runs value by value: the seconds of a step by kind, each collective, tokens/s and memory.
 Steps depend on their neighbours, so blocks of steps are tested, and a difference counts only if it is larger
-than what a run drifts by itself. Train each for 500 steps or more, on a machine that does nothing else.
+than what a run drifts by itself. Train each for 500 steps or more, on a machine that does nothing else, or
+both at the same time: then their steps are compared in pairs.
 With --scaling it takes runs on different numbers of ranks, and fits how their speed grows.
 
 Exit codes: 0 compared; 1 with --check if the second run is slower; 2 wrong input.
@@ -142,12 +143,13 @@ def _conclusion(rows: Sequence[Difference]) -> str:
     if any(row.verdict == Verdict.DRIFT for row in rows):
         told.append(
             f"Where the verdict is '{Verdict.DRIFT}', the change is less than {DRIFT:g} times what a run "
-            "drifts by itself: train both again, for longer or on a quieter machine."
+            "drifts by itself: train both again, for longer, at the same time, or on a quieter machine."
         )
     if any(row.verdict == Verdict.FEW for row in rows):
         told.append(f"A test needs {FEWEST} steps after warm-up in each run.")
-    told.append(
-        f"A difference that does not exist is claimed with a probability of {LEVEL:.1%}, as far as the "
-        "machine did not change between the runs."
-    )
+    claim = f"A difference that does not exist is claimed with a probability of {LEVEL:.1%}"
+    if any(row.test is not None and row.test.is_paired for row in rows):
+        told.append(f"The runs trained side by side, so their steps were compared in pairs. {claim}.")
+    else:
+        told.append(f"{claim}, as far as the machine did not change between the runs.")
     return paragraph(" ".join(told), indent="")

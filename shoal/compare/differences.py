@@ -7,7 +7,18 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from statistics import median
 
-from shoal.compare.significance import FEWEST, LEVEL, Test, compare_series, holm, mean_of_block
+from shoal.compare.side_by_side import pairs
+from shoal.compare.significance import (
+    FEWEST,
+    LEVEL,
+    PAIRED_BLOCKS,
+    Test,
+    compare_pairs,
+    compare_series,
+    holm,
+    mean_of_block,
+    mean_of_differences,
+)
 from shoal.compare.values import RunValues
 
 __all__ = ["Difference", "Verdict", "differences"]
@@ -66,53 +77,77 @@ class Difference:
 def differences(before: RunValues, after: RunValues) -> list[Difference]:
     """Return the differences between two runs.
 
+    If both trained at the same time, steps are compared in pairs.
+
     Kinds and collectives that take less than a thousandth of a step in both runs are left out. The kinds,
     the mean step and tokens/s are one group for Holm's correction, the collectives another.
     """
     step = _median(before.kinds.get("step", ()))
+    rows = _Rows(before.starts, after.starts, step)
     kinds: list[Difference] = []
     collectives: list[Difference] = []
     if before.kinds and after.kinds:
-        collectives = _rows("collectives", before.collectives, after.collectives, step)
-        kinds = _rows("kinds", before.kinds, after.kinds, step)
-        kinds.append(_row("mean step", "kinds", "s", before.kinds["step"], after.kinds["step"], by_mean=True))
+        collectives = rows.of("collectives", before.collectives, after.collectives)
+        kinds = rows.of("kinds", before.kinds, after.kinds)
+        of_step = before.kinds["step"], after.kinds["step"]
+        kinds.append(rows.row("mean step", "kinds", "s", *of_step, by_mean=True))
     if before.tokens_per_second and after.tokens_per_second:
         rates = before.tokens_per_second, after.tokens_per_second
-        kinds.append(_row("tokens/s", "run", "tokens/s", *rates))
+        kinds.append(rows.row("tokens/s", "run", "tokens/s", *rates))
     drift = _drift_of_step(kinds)
-    rows = [*_judged(kinds, step, drift), *_judged(collectives, step, drift)]
+    judged = [*_judged(kinds, step, drift), *_judged(collectives, step, drift)]
     if before.memory is not None and after.memory is not None:
         values = before.memory, after.memory
-        rows.append(_untested("memory", "run", "bytes", *values, Verdict.UNTESTED))
-    return rows
+        judged.append(_untested("memory", "run", "bytes", *values, Verdict.UNTESTED))
+    return judged
 
 
-def _rows(
-    group: str, before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]], step: float
-) -> list[Difference]:
-    rows = []
-    for name in dict.fromkeys([*before, *after]):
-        values = before.get(name, ()), after.get(name, ())
-        if max(_median(each) for each in values) >= max(_SHARE_OF_STEP * step, _NOTHING):
-            rows.append(_row(name, group, "s", *values))
-    return rows
+class _Rows:
+    """Makes the rows of two runs, not judged yet.
 
+    Args:
+        first: When the steps of the run before began.
+        second: When those of the run after began.
+        step: Seconds of a step.
+    """
 
-def _row(
-    name: str,
-    group: str,
-    unit: str,
-    before: Sequence[float],
-    after: Sequence[float],
-    *,
-    by_mean: bool = False,
-) -> Difference:
-    if min(len(before), len(after)) < FEWEST:
-        verdict = Verdict.FEW if before and after else Verdict.ALONE
-        return _untested(name, group, unit, _median(before), _median(after), verdict)
-    test = compare_series(before, after, mean_of_block if by_mean else median)
-    untested = _untested(name, group, unit, test.before, test.after, Verdict.SAME)
-    return replace(untested, test=test)
+    def __init__(self, first: Sequence[float], second: Sequence[float], step: float) -> None:
+        self.counts = len(first), len(second)
+        self.pairs = pairs(first, second)
+        self.least = max(_SHARE_OF_STEP * step, _NOTHING)
+
+    def of(
+        self, group: str, before: Mapping[str, Sequence[float]], after: Mapping[str, Sequence[float]]
+    ) -> list[Difference]:
+        """Return a row for each name whose seconds count in one of the runs."""
+        rows = []
+        for name in dict.fromkeys([*before, *after]):
+            values = before.get(name, ()), after.get(name, ())
+            if max(_median(each) for each in values) >= self.least:
+                rows.append(self.row(name, group, "s", *values))
+        return rows
+
+    def row(
+        self,
+        name: str,
+        group: str,
+        unit: str,
+        before: Sequence[float],
+        after: Sequence[float],
+        *,
+        by_mean: bool = False,
+    ) -> Difference:
+        """Return the row of one value, tested if there are enough steps."""
+        if min(len(before), len(after)) < FEWEST:
+            verdict = Verdict.FEW if before and after else Verdict.ALONE
+            return _untested(name, group, unit, _median(before), _median(after), verdict)
+        if len(self.pairs) >= 3 * PAIRED_BLOCKS and (len(before), len(after)) == self.counts:
+            values = [(before[one], after[other]) for one, other in self.pairs]
+            test = compare_pairs(values, mean_of_differences if by_mean else median)
+        else:
+            test = compare_series(before, after, mean_of_block if by_mean else median)
+        untested = _untested(name, group, unit, test.before, test.after, Verdict.SAME)
+        return replace(untested, test=test)
 
 
 def _untested(name: str, group: str, unit: str, before: float, after: float, verdict: Verdict) -> Difference:

@@ -17,14 +17,18 @@ The size of the difference is the median of all differences between a block of o
 other (Hodges and Lehmann); its interval is the one that belongs to the same test.
 
 No test can tell a change of the program from a change of the machine that begins when the first run ends.
+Runs side by side do not have this limit: what the machine does, it does to both. `compare_pairs` takes the
+difference within each pair of steps, and cuts the differences into `PAIRED_BLOCKS` blocks. The first
+condition is then Wilcoxon's signed-rank test of the blocks; the second uses the drift of the differences.
 
-Sources: Mann and Whitney, Ann. Math. Statist. 18, 1947; Hodges and Lehmann, Ann. Math. Statist. 34, 1963;
-Sen, J. Am. Stat. Assoc. 63, 1968; Holm, Scand. J. Statist. 6, 1979.
+Sources: Mann and Whitney, Ann. Math. Statist. 18, 1947; Wilcoxon, Biometrics Bulletin 1, 1945; Hodges and
+Lehmann, Ann. Math. Statist. 34, 1963; Sen, J. Am. Stat. Assoc. 63, 1968; Holm, Scand. J. Statist. 6, 1979.
 """
 
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -36,17 +40,23 @@ __all__ = [
     "FEWEST",
     "LEAST",
     "LEVEL",
+    "PAIRED_BLOCKS",
     "Test",
+    "compare_pairs",
     "compare_series",
     "holm",
     "mann_whitney",
     "mean_of_block",
+    "mean_of_differences",
+    "signed_rank",
 ]
 
 BLOCKS = 12
 """Blocks of a series. More would be shorter, and depend on one another."""
 FEWEST = 3 * BLOCKS
 """Steps that a series must have."""
+PAIRED_BLOCKS = 24
+"""Blocks of the differences within pairs, each of three pairs at least. Twelve could not reach `LEVEL`."""
 LEVEL = 0.001
 """Probability of a difference where there is none, for all values that are compared together."""
 DRIFT = 2.0
@@ -69,6 +79,7 @@ class Test:
         high: Upper end of it.
         drift: The larger of what the two series drift by themselves, without a sign.
         probability: Probability of blocks that differ as much where nothing differs; not corrected.
+        is_paired: Whether steps were compared in pairs.
     """
 
     before: float
@@ -78,6 +89,7 @@ class Test:
     high: float
     drift: float
     probability: float
+    is_paired: bool = False
 
     def is_beyond_drift(self, share: float) -> bool:
         """Return whether the difference is more than `DRIFT` times the drift.
@@ -106,7 +118,7 @@ def compare_series(
     """
     first, second = ([summed(block) for block in _cut(values, BLOCKS)] for values in (before, after))
     differences = sorted(late - early for early in first for late in second)
-    aside = _aside(len(first), len(second))
+    aside = _outside(_orders(len(first), len(second)))
     return Test(
         before=median(first),
         after=median(second),
@@ -118,9 +130,38 @@ def compare_series(
     )
 
 
+def compare_pairs(
+    pairs: Sequence[tuple[float, float]], summed: Callable[[Sequence[float]], float] = median
+) -> Test:
+    """Compare two series whose values were measured in pairs, at least three for each block.
+
+    Args:
+        pairs: The values of the first and the second series, in order of time.
+        summed: What stands for a block of differences, and for all values; without a side that it prefers.
+    """
+    blocks = [summed(block) for block in _cut([late - early for early, late in pairs], PAIRED_BLOCKS)]
+    means = sorted((one + other) / 2 for one, other in itertools.combinations_with_replacement(blocks, 2))
+    aside = _outside(_signed_orders(len(blocks)))
+    return Test(
+        before=summed([early for early, _ in pairs]),
+        after=summed([late for _, late in pairs]),
+        difference=median(means),
+        low=means[aside],
+        high=means[-1 - aside],
+        drift=_drift(blocks),
+        probability=signed_rank(blocks),
+        is_paired=True,
+    )
+
+
 def mean_of_block(values: Sequence[float]) -> float:
     """Return the mean of a block without its slowest value: one pause of the machine is no mean."""
     return fmean(sorted(values)[:-1]) if len(values) > 1 else values[0]
+
+
+def mean_of_differences(values: Sequence[float]) -> float:
+    """Return the mean of differences without the largest and the smallest: a pause may hit either run."""
+    return fmean(sorted(values)[1:-1]) if len(values) > 2 else fmean(values)
 
 
 def mann_whitney(first: Sequence[float], second: Sequence[float]) -> float:
@@ -134,6 +175,21 @@ def mann_whitney(first: Sequence[float], second: Sequence[float]) -> float:
     # A tie in the middle would round down to a smaller count of orders, so it rounds up.
     counted = sum(orders[: int(least + 0.5) + 1])
     return min(1.0, 2 * counted / sum(orders))
+
+
+def signed_rank(differences: Sequence[float]) -> float:
+    """Return the two-sided probability that differences are as far to one side of zero by chance.
+
+    It is exact without ties and zeros; a zero counts half, and what is left over is rounded to be cautious.
+    """
+    sizes = sorted(map(abs, differences))
+    ranks = {size: (bisect_left(sizes, size) + bisect_right(sizes, size) + 1) / 2 for size in sizes}
+    above = sum(
+        ranks[abs(value)] * (1.0 if value > 0 else 0.5 if value == 0 else 0.0) for value in differences
+    )
+    least = min(above, len(sizes) * (len(sizes) + 1) / 2 - above)
+    orders = _signed_orders(len(sizes))
+    return min(1.0, 2 * sum(orders[: int(least + 0.5) + 1]) / sum(orders))
 
 
 def holm(probabilities: Sequence[float]) -> list[float]:
@@ -174,12 +230,20 @@ def _orders(first: int, second: int) -> tuple[int, ...]:
     return tuple(counts)
 
 
+@lru_cache(maxsize=8)
+def _signed_orders(count: int) -> tuple[int, ...]:
+    """Return by W, the sum of the ranks of positive differences, how many choices of signs have it."""
+    orders = [1]
+    for rank in range(1, count + 1):
+        longer = [*orders, *[0] * rank]
+        for total, choices in enumerate(orders):
+            longer[total + rank] += choices
+        orders = longer
+    return tuple(orders)
+
+
 @lru_cache(maxsize=64)
-def _aside(first: int, second: int) -> int:
-    """Return the number of sorted differences that lie outside of the interval, at each end."""
-    orders, counted = _orders(first, second), 0
-    for u, count in enumerate(orders):
-        counted += count
-        if 2 * counted > _INTERVAL * sum(orders):
-            return u
-    return 0  # not reached: all orders together are above any share
+def _outside(orders: tuple[int, ...]) -> int:
+    """Return how many of the sorted differences lie outside of the interval, at each end."""
+    counted = itertools.accumulate(orders)
+    return next(place for place, count in enumerate(counted) if 2 * count > _INTERVAL * sum(orders))

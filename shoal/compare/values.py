@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from shoal.run import Run
 from shoal.simulate import measured_timeline
-from shoal.timeline.series import collective_series, kind_series
+from shoal.timeline.series import collective_series, kind_series, step_starts
 
 __all__ = ["WARM_UP_STEPS", "RunValues"]
 
@@ -24,6 +24,7 @@ class RunValues:
         path: Directory of the run.
         plan: Its Plan; "" if it does not say.
         ranks: Number of its ranks; 0 if it does not say.
+        starts: When the steps of the timeline began, in seconds on the wall clock, in order of time.
         kinds: Seconds of steps by kind, in order of time; empty without a timeline.
         collectives: Seconds of steps by collective, in order of time.
         tokens_per_second: Tokens/s of steps, in order of time.
@@ -33,6 +34,7 @@ class RunValues:
     path: str
     plan: str
     ranks: int
+    starts: tuple[float, ...] = ()
     kinds: Mapping[str, tuple[float, ...]]
     collectives: Mapping[str, tuple[float, ...]]
     tokens_per_second: tuple[float, ...]
@@ -59,6 +61,7 @@ class RunValues:
             path=str(run.path),
             plan=described.get("plan") or "",
             ranks=described.get("world_size") or 0,
+            starts=_after_warm_up(step_starts(timeline)),
             kinds=_in_order(kind_series(timeline)) if has_steps else {},
             collectives=_in_order(collective_series(timeline)) if has_steps else {},
             tokens_per_second=_after_warm_up(rates),

@@ -14,7 +14,7 @@ from shoal.timeline.span import Span
 from shoal.timeline.timeline import Timeline
 from shoal.timeline.windows import StepWindows
 
-__all__ = ["collective_series", "kind_series"]
+__all__ = ["collective_series", "kind_series", "step_starts"]
 
 Series = dict[str, dict[int, float]]
 """Seconds by name and by index of a step."""
@@ -59,6 +59,13 @@ def collective_series(timeline: Timeline) -> Series:
                 found[span.name][index] += length(under_way)
         by_rank.append(found)
     return _means(by_rank)
+
+
+def step_starts(timeline: Timeline) -> dict[int, float]:
+    """Return when each step that every rank finished began on the first rank, in seconds on the wall clock."""
+    windows = [steps for rank in timeline.ranks if (steps := StepWindows(timeline, rank))]
+    common = set.intersection(*map(set, windows)) if windows else set()
+    return {step: timeline.origin_unix_ns / 1e9 + windows[0][step][0] for step in sorted(common)}
 
 
 def _means(by_rank: Sequence[Series]) -> Series:
