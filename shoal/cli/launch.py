@@ -7,16 +7,19 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from shoal.cli import launch_container, launch_kubernetes, launch_node, launch_slurm
 from shoal.cli.launched_train import TrainWords, add_words
 from shoal.cli.local import positive_seconds, positive_whole
 from shoal.errors import ConfigError
 
+if TYPE_CHECKING:
+    from shoal.fleet import Policy, Work
+
 __all__ = ["add_parser"]
 
-_TARGETS = ("launch_slurm", "launch_kubernetes", "launch_container")
 _DESCRIPTION = """\
 Starts a training elsewhere: shoal launch TARGET [options] -- train [options of shoal train].
 With --dry-run it prints what it would run or submit, and does nothing.
@@ -37,9 +40,8 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     _add_local(targets)
     _add_ssh(targets)
     _add_ray(targets)
-    _add_node(targets)
-    for module in _TARGETS:
-        import_module(f"shoal.cli.{module}").add_target(targets)
+    for target in (launch_slurm, launch_kubernetes, launch_container, launch_node):
+        target.add_target(targets)
 
 
 def _add_local(targets: argparse._SubParsersAction) -> None:
@@ -129,34 +131,6 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_node(targets: argparse._SubParsersAction) -> None:
-    parser = targets.add_parser(
-        "node",
-        help="this host's ranks of a training on several hosts that something else starts",
-        description="Starts this host's ranks, and joins those of the other hosts, on each of which the same "
-        "command runs. Kubernetes' manifests use it. The numbers may come from the environment.",
-    )
-    for name, variables, text in (
-        ("nodes", ("PET_NNODES",), "number of hosts"),
-        ("node", ("PET_NODE_RANK", "JOB_COMPLETION_INDEX"), "number of this host, from 0"),
-        ("nproc", ("PET_NPROC_PER_NODE",), "ranks on each host; by default one for each GPU"),
-    ):
-        from_environment = next((os.environ[each] for each in variables if each in os.environ), None)
-        parser.add_argument(
-            f"--{name}",
-            metavar="N",
-            default=from_environment,
-            help=f"{text}; else {' or '.join(variables)}",
-        )
-    parser.add_argument(
-        "--master",
-        metavar="HOST:PORT",
-        help="where all ranks meet: a port on the first host; else PET_MASTER_ADDR and PET_MASTER_PORT",
-    )
-    add_words(parser)
-    parser.set_defaults(run=_run_node)
-
-
 def _run_local(args: argparse.Namespace) -> int:
     words = TrainWords.of(args.words)
     command = [sys.executable, "-m", "shoal", *words.words]
@@ -209,13 +183,7 @@ def _run_ray(args: argparse.Namespace) -> int:
         return train_on(cluster.hosts, work, policy, cluster.open_channel)
 
 
-def _run_node(args: argparse.Namespace) -> int:
-    from shoal.cli.launched_node import run_node
-
-    return run_node(args)
-
-
-def _policy(args: argparse.Namespace, hosts: int):  # type: ignore[no-untyped-def]
+def _policy(args: argparse.Namespace, hosts: int) -> Policy:
     from shoal.fleet import Policy
 
     least, between, most = (args.nodes or str(hosts)).partition(":")
@@ -237,7 +205,7 @@ def _policy(args: argparse.Namespace, hosts: int):  # type: ignore[no-untyped-de
     return policy
 
 
-def _work(args: argparse.Namespace):  # type: ignore[no-untyped-def]
+def _work(args: argparse.Namespace) -> Work:
     from shoal.fleet import Work
 
     words = TrainWords.of(args.words).refuse("--nproc", "--nproc of shoal launch").resumable()

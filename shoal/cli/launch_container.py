@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from shoal.cli.launched_train import TrainWords, add_words
+from shoal.submit import Container
 
 __all__ = ["add_target"]
 
@@ -28,8 +29,6 @@ def add_target(targets: argparse._SubParsersAction) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from shoal.submit import Container
-
     words = TrainWords.of(args.words).words
     print(Container(words=words, base=args.base, extras=args.extra).text, end="")
     return 0

@@ -7,6 +7,7 @@ import argparse
 from shoal.cli.launched_train import TrainWords, add_words
 from shoal.cli.local import positive_whole
 from shoal.errors import ConfigError
+from shoal.submit import FORMS, KubernetesJob
 
 __all__ = ["add_target"]
 
@@ -21,7 +22,7 @@ def add_target(targets: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--form",
-        choices=("jobset", "job", "trainjob"),
+        choices=FORMS,
         default="jobset",
         help="JobSet, Indexed Job with a headless Service, or TrainJob of Kubeflow; by default a JobSet",
     )
@@ -67,8 +68,6 @@ def add_target(targets: argparse._SubParsersAction) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from shoal.submit import KubernetesJob
-
     claims, requests = (dict(map(_pair, given)) for given in (args.claim, args.request))
     if args.form == "trainjob" and (claims or args.secret):
         raise ConfigError(

@@ -10,6 +10,7 @@ import sys
 from shoal.cli.launched_train import TrainWords, add_words
 from shoal.cli.local import positive_seconds, positive_whole
 from shoal.errors import ConfigError
+from shoal.submit import SlurmJob, submit
 
 __all__ = ["add_target"]
 
@@ -64,8 +65,6 @@ def add_target(targets: argparse._SubParsersAction) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from shoal.submit import SlurmJob, submit
-
     options = dict(_option(given) for given in args.sbatch)
     words = TrainWords.of(args.words).refuse("--nproc", "--nproc of shoal launch slurm").resumable()
     job = SlurmJob(
@@ -82,7 +81,7 @@ def _run(args: argparse.Namespace) -> int:
         python=shlex.split(args.python),
         options=options,
     )
-    print(job.text if args.dry_run else submit(job), end="" if args.dry_run else "\n")
+    print(job.text.rstrip() if args.dry_run else submit(job))
     return 0
 
 

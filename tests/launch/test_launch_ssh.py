@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from ssh_stand_ins import SshServer, why_no_ssh
 from shoal.checkpoint import checkpoints, step_of
 from shoal.launch import EXIT_STOPPED
 from shoal.run import Run
+from shoal.testing.hosts import Hosts, why_no_hosts
 
 pytestmark = pytest.mark.skipif(bool(why_no_ssh()), reason=why_no_ssh() or "there is ssh")
 
@@ -94,6 +96,32 @@ def test_a_spare_replaces_a_lost_host_and_a_signal_ends_all_with_the_state_saved
 
 def parent(process):
     return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.long
+@pytest.mark.skipif(bool(why_no_hosts()), reason=why_no_hosts() or "hosts can be emulated")
+def test_a_host_that_falls_silent_is_replaced_and_its_ranks_end(tmp_path, tiny_run):
+    with Hosts(3) as hosts, SshServer(tmp_path, ["one", "two", "three"], hosts) as server:
+        python = f"env PYTHONPATH={ROOT} OMP_NUM_THREADS=1 {sys.executable}"
+        given = ["--hosts", "one,two,three", "--nodes", "2", "--nproc", "1", "--ssh", server.ssh]
+        train = [*tiny_run, *ENDLESS, "--run", "run"]
+        command = shoal("launch", "ssh", *given, "--python", python, "--", "train", *train)
+        switch = ["nsenter", f"--net=/proc/{hosts.switch}/ns/net"]
+        program = Program([*switch, *command], tmp_path, {"PYTHONPATH": str(ROOT)})
+        run = Run(tmp_path / "run")
+        try:
+            program.wait_until(lambda: len(checkpoints(run.checkpoints)) > 0)
+            silent = program.ranks()[1]
+            subprocess.run([*switch, "ip", "link", "set", "port1", "down"], check=True)
+            program.wait_until(lambda: "goes on from" in program.stderr)
+            assert "[three rank 1]" in program.stderr or program.ranks().keys() == {0, 1}
+            assert not Path(f"/proc/{silent}").exists()
+            made = steps_made(run.path)
+            program.wait_until(lambda: steps_made(run.path) > made + 3)
+            program.signal(signal.SIGINT)
+            assert program.end() == EXIT_STOPPED
+        finally:
+            program.kill()
 
 
 @pytest.mark.long

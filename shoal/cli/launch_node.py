@@ -8,13 +8,42 @@ import shlex
 import sys
 from contextlib import nullcontext
 
-from shoal.cli.launched_train import TrainWords
+from shoal.cli.launched_train import TrainWords, add_words
 from shoal.errors import ConfigError
 
-__all__ = ["run_node"]
+__all__ = ["add_target"]
 
 
-def run_node(args: argparse.Namespace) -> int:
+def add_target(targets: argparse._SubParsersAction) -> None:
+    """Add the target to `shoal launch`."""
+    parser = targets.add_parser(
+        "node",
+        help="this host's ranks of a training on several hosts that something else starts",
+        description="Starts this host's ranks, and joins those of the other hosts, on each of which the same "
+        "command runs. Kubernetes' manifests use it. The numbers may come from the environment.",
+    )
+    for name, variables, text in (
+        ("nodes", ("PET_NNODES",), "number of hosts"),
+        ("node", ("PET_NODE_RANK", "JOB_COMPLETION_INDEX"), "number of this host, from 0"),
+        ("nproc", ("PET_NPROC_PER_NODE",), "ranks on each host; by default one for each GPU"),
+    ):
+        from_environment = next((os.environ[each] for each in variables if each in os.environ), None)
+        parser.add_argument(
+            f"--{name}",
+            metavar="N",
+            default=from_environment,
+            help=f"{text}; else {' or '.join(variables)}",
+        )
+    parser.add_argument(
+        "--master",
+        metavar="HOST:PORT",
+        help="where all ranks meet: a port on the first host; else PET_MASTER_ADDR and PET_MASTER_PORT",
+    )
+    add_words(parser)
+    parser.set_defaults(run=_run)
+
+
+def _run(args: argparse.Namespace) -> int:
     """Start this host's ranks; return the exit code of the training, as far as this host can tell it.
 
     Raises:
