@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from shoal.cli import launch_container, launch_kubernetes, launch_node, launch_slurm
 from shoal.cli.launched_train import TrainWords, add_words
-from shoal.cli.local import positive_seconds, positive_whole
+from shoal.cli.local import positive_seconds, positive_whole, whole
 from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def _add_fleet(parser: argparse.ArgumentParser) -> None:
         "--nproc", metavar="N", type=positive_whole, help="ranks on each host; by default one for each GPU"
     )
     parser.add_argument(
-        "--restarts", metavar="N", type=int, default=3, help="how often it is started again after a failure"
+        "--restarts", metavar="N", type=whole, default=3, help="how often it is started again after a failure"
     )
     parser.add_argument(
         "--backoff",
@@ -208,7 +208,7 @@ def _policy(args: argparse.Namespace, hosts: int) -> Policy:
 def _work(args: argparse.Namespace) -> Work:
     from shoal.fleet import Work
 
-    words = TrainWords.of(args.words).refuse("--nproc", "--nproc of shoal launch").resumable()
+    words = TrainWords.of(args.words).without("--nproc").resumable()
     missing = [name for name in args.env if name not in os.environ]
     if missing:
         raise ConfigError(

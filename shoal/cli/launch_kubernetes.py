@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from shoal.cli.launched_train import TrainWords, add_words
-from shoal.cli.local import positive_whole
+from shoal.cli.local import positive_whole, whole
 from shoal.errors import ConfigError
 from shoal.submit import FORMS, KubernetesJob
 
@@ -35,7 +35,7 @@ def add_target(targets: argparse._SubParsersAction) -> None:
         "--grace", metavar="SECONDS", type=positive_whole, default=120, help="from SIGTERM to the kill"
     )
     parser.add_argument(
-        "--restarts", metavar="N", type=int, default=3, help="how often it is started again after a failure"
+        "--restarts", metavar="N", type=whole, default=3, help="how often it is started again after a failure"
     )
     parser.add_argument("--port", metavar="PORT", type=int, default=29500, help="where the ranks meet")
     parser.add_argument("--folder", metavar="DIR", default="/work", help="working directory")
@@ -75,7 +75,7 @@ def _run(args: argparse.Namespace) -> int:
             possible="volumes and secrets in the ClusterTrainingRuntime, or --form jobset",
             change="leave them out, or choose another form",
         )
-    words = TrainWords.of(args.words).refuse("--nproc", "--nproc of shoal launch kubernetes").resumable()
+    words = TrainWords.of(args.words).without("--nproc", "--grace").resumable()
     job = KubernetesJob(
         words=words.with_grace(args.grace).words,
         name=args.name,

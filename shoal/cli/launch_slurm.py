@@ -8,7 +8,7 @@ import shlex
 import sys
 
 from shoal.cli.launched_train import TrainWords, add_words
-from shoal.cli.local import positive_seconds, positive_whole
+from shoal.cli.local import positive_seconds, positive_whole, whole
 from shoal.errors import ConfigError
 from shoal.submit import SlurmJob, submit
 
@@ -36,7 +36,7 @@ def add_target(targets: argparse._SubParsersAction) -> None:
         help="time to save before the limit; Slurm may send the signal up to 60 s earlier",
     )
     parser.add_argument(
-        "--restarts", metavar="N", type=int, default=3, help="how often a job that failed is requeued"
+        "--restarts", metavar="N", type=whole, default=3, help="how often a job that failed is requeued"
     )
     parser.add_argument(
         "--backoff",
@@ -66,7 +66,7 @@ def add_target(targets: argparse._SubParsersAction) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     options = dict(_option(given) for given in args.sbatch)
-    words = TrainWords.of(args.words).refuse("--nproc", "--nproc of shoal launch slurm").resumable()
+    words = TrainWords.of(args.words).without("--nproc", "--grace").resumable()
     job = SlurmJob(
         words=words.with_grace(args.grace).words,
         nodes=args.nodes,

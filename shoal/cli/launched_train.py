@@ -61,18 +61,19 @@ class TrainWords:
         given: float | None = self.parsed.grace
         return given
 
-    def refuse(self, option: str, better: str) -> Self:
-        """Return these words; they must not have an option of which the launcher decides.
+    def without(self, *options: str) -> Self:
+        """Return these words; they must not have options that the launcher has itself.
 
         Raises:
-            ConfigError: They have it.
+            ConfigError: They have one.
         """
-        if any(word == option or word.startswith(f"{option}=") for word in self.words):
-            raise ConfigError(
-                f"{option} was given to train, which starts no ranks itself here",
-                possible=better,
-                change=f"leave it out after --, and use {better}",
-            )
+        for option in options:
+            if any(word == option or word.startswith(f"{option}=") for word in self.words):
+                raise ConfigError(
+                    f"{option} was given to train, and the launcher decides it",
+                    possible=f"{option} before --",
+                    change=f"give {option} to shoal launch",
+                )
         return self
 
     def resumable(self) -> Self:
@@ -85,9 +86,7 @@ class TrainWords:
         return type(self).of([*self.words, *added])
 
     def with_grace(self, seconds: float) -> Self:
-        """Return words that say how long the system waits after a signal, if they do not say it."""
-        if self.parsed.grace is not None:
-            return self
+        """Return words that say how long the system waits after a signal."""
         return type(self).of([*self.words, "--grace", f"{seconds:g}"])
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shoal.launch import Nursery
 
-__all__ = ["nursery_for", "positive_seconds", "positive_whole"]
+__all__ = ["nursery_for", "positive_seconds", "positive_whole", "whole"]
 
 
 def nursery_for(args: argparse.Namespace, module: str) -> AbstractContextManager[Nursery | None]:
@@ -40,4 +40,12 @@ def positive_whole(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is no whole number above 0")
+    return number
+
+
+def whole(text: str) -> int:
+    """Return a whole number from 0, for argparse."""
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} is below 0")
     return number

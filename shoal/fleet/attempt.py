@@ -302,7 +302,8 @@ class Attempt:
     def _exit_code(self) -> int:
         """Return the exit code, or raise the failure that came first."""
         agents = self._agents
-        late = [name for name, agent in agents.items() if agent in self._waiting()]
+        for agent in self._waiting():
+            agent.lost = "it does not answer"
         lost = {name: agent for name, agent in agents.items() if agent.lost}
         ended = [agent.ended for agent in agents.values() if agent.ended is not None]
         together = Ended(
@@ -319,15 +320,11 @@ class Attempt:
             self.failed.update(lost)
             self.has_lost = True
             assert agent.node is not None
-            raise WorkerError(
-                agent.node.first_rank,
-                f"host {name} was lost: {agent.lost}",
-                detail=self._words_held(),
-                exit_code=130 if self._signal else 1,
-            )
-        if late and not own and self._signal:
-            reason = f"ended by {self._signal} before its state was saved (on {', '.join(late)})"
-            raise WorkerError(0, reason, exit_code=130)
+            reason = f"host {name} was lost: {agent.lost}"
+            if self._signal:
+                reason = f"ended by {self._signal} before its state was saved; {reason}"
+            code = 130 if self._signal else 1
+            raise WorkerError(agent.node.first_rank, reason, detail=self._words_held(), exit_code=code)
         try:
             code = together.exit_code()
         except WorkerError as error:

@@ -75,6 +75,8 @@ def test_a_dry_run_prints_what_would_start_and_starts_nothing(target, told, caps
         (("ssh", "--hosts-file", "none", "--", "train"), "none cannot be read"),
         (("slurm", "--sbatch", "signal=9", "--", "train"), "--sbatch signal was given"),
         (("slurm", "--", "train", "--nproc=2"), "--nproc was given to train"),
+        (("slurm", "--", "train", "--grace", "9"), "--grace was given to train"),
+        (("slurm", "--restarts", "-1", "--", "train"), "-1 is below 0"),
         ((*KUBERNETES, "--name", "A", "--", "train"), "'A' was given as a name"),
         ((*KUBERNETES, "--form", "trainjob", "--secret", "x", "--", "train"), "--secret was given"),
         (("node", "--nodes", "2", "--", "train"), "--node is not given"),
