@@ -24,10 +24,9 @@ from shoal.errors import WorkerError
 from shoal.launch.ended import exit_code_after_signal
 from shoal.launch.launcher import (
     END,
-    LAUNCHER,
     SETTLE,
     listen_for,
-    rank_environment,
+    rank_environments,
     store_on_loopback,
 )
 from shoal.launch.local_ranks import LocalRanks
@@ -95,16 +94,12 @@ def launch_elastic(
         store_on_loopback() as store,
         signals_noted() as signals,
     ):
-        environments = [
-            {
-                **environment,
-                **rank_environment(folder, member, most, store.port, environment),
-                LAUNCHER: str(os.getpid() if nursery is None else nursery.pid),
-                MEMBER: str(member),
-                AFTER: "-1",
-            }
-            for member in range(most)
-        ]
+        environments = {
+            member: {**each, MEMBER: str(member), AFTER: "-1"}
+            for member, each in rank_environments(
+                folder, range(most), most, store.port, environment, nursery
+            ).items()
+        }
         with LocalRanks(command, environments, logs, nursery) as processes:
             stop = StopRequest(signals, grace)
             return _Members(processes, store, Path(folder), elasticity, most, events).run(stop)

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from shoal.hang import LEDGERS, HangVerdict
 from shoal.launch.ended import Ended
-from shoal.launch.local_ranks import LocalRanks
+from shoal.launch.local_ranks import LocalRanks, Processes
 from shoal.launch.node import Node
 from shoal.launch.nursery import Nursery
 from shoal.launch.outcome import EXIT_STOPPED, Outcome, root_cause
@@ -36,8 +36,7 @@ __all__ = [
     "launch",
     "launch_on_node",
     "listen_for",
-    "node_environment",
-    "rank_environment",
+    "rank_environments",
     "store_on_loopback",
 ]
 
@@ -88,9 +87,7 @@ def launch(
         WorkerError: A rank failed; the error names the rank that failed first.
     """
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder, store_on_loopback() as store:
-        environments = [
-            rank_environment(folder, rank, ranks, store.port, environment) for rank in range(ranks)
-        ]
+        environments = rank_environments(folder, range(ranks), ranks, store.port, environment, nursery)
         return _run(command, environments, Path(folder), logs, nursery, units, grace).exit_code()
 
 
@@ -118,24 +115,30 @@ def launch_on_node(
         grace: Seconds from a signal until the system ends this process; None if it does not.
     """
     with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
-        environments = [node_environment(folder, rank, ranks, node, environment) for rank in range(ranks)]
-        return _run(command, environments, Path(folder), logs, nursery, (), grace, node)
+        numbers = range(node.first_rank, node.first_rank + ranks)
+        environments = rank_environments(folder, numbers, node.ranks, node.master[1], environment, nursery)
+        for each in environments.values():
+            each.update(
+                GROUP_RANK=str(node.number), GROUP_WORLD_SIZE=str(node.nodes), MASTER_ADDR=node.master[0]
+            )
+            each.pop(TERMINAL, None)  # lines of several hosts are no place for a bar
+            if not environment.get("GLOO_SOCKET_IFNAME"):
+                del each["GLOO_SOCKET_IFNAME"]  # loopback, which other machines do not reach
+        return _run(command, environments, Path(folder), logs, nursery, (), grace, node.name)
 
 
 def _run(
     command: Sequence[str],
-    environments: Sequence[Mapping[str, str]],
+    environments: Mapping[int, Mapping[str, str]],
     folder: Path,
     logs: Path | None,
     nursery: Nursery | None,
     units: Sequence[Collection[int]],
     grace: float | None,
-    node: Node | None = None,
+    host: str = "",
 ) -> Ended:
     """Start ranks, wait until they have ended, and return how they did."""
-    parent = {LAUNCHER: str(os.getpid() if nursery is None else nursery.pid)}
-    given = [{**os.environ, **each, **parent} for each in environments]
-    with signals_noted() as signals, LocalRanks(command, given, logs, nursery, node) as processes:
+    with signals_noted() as signals, LocalRanks(command, environments, logs, nursery, host) as processes:
         return _wait_for_end(processes, StopRequest(signals, grace), folder, units)
 
 
@@ -182,7 +185,7 @@ def _wait_for_end(
     )
 
 
-def listen_for(processes: LocalRanks, seconds: float) -> None:
+def listen_for(processes: Processes, seconds: float) -> None:
     """Pass on the ranks' output until all ranks that are not stopped have ended, at most `seconds`."""
     until = time.monotonic() + seconds
     while set(processes.running()) > set(processes.stopped()) and time.monotonic() < until:
@@ -218,64 +221,44 @@ def _terminal() -> dict[str, str]:
     return {TERMINAL: str(os.get_terminal_size(sys.stderr.fileno()).columns or 80)}
 
 
-def rank_environment(
-    folder: str, rank: int, ranks: int, port: int, environment: Mapping[str, str]
-) -> dict[str, str]:
-    """Return the environment that torchrun gives a rank, and what Shoal's own ranks need beside it.
+def rank_environments(
+    folder: str,
+    numbers: range,
+    ranks: int,
+    port: int,
+    environment: Mapping[str, str],
+    nursery: Nursery | None = None,
+) -> dict[int, dict[str, str]]:
+    """Return the environment of each rank of a host: torchrun's, and what Shoal's own ranks need beside it.
 
     Args:
-        folder: Where the rank leaves its outcome.
-        rank: The rank.
-        ranks: Number of ranks.
+        folder: Where the ranks leave their outcomes.
+        numbers: The ranks of this host.
+        ranks: Number of ranks of all hosts.
         port: Port of the store on this machine.
-        environment: Environment from which OMP_NUM_THREADS and GLOO_SOCKET_IFNAME are taken if set.
+        environment: What the ranks get beside this process's environment.
+        nursery: The Nursery that the ranks are forked from, if there is one.
     """
-    return {
-        **_shared_environment(folder, rank, ranks, environment),
-        "RANK": str(rank),
+    threads = max(1, (len(os.sched_getaffinity(0)) or 1) // len(numbers))
+    common = {
+        **os.environ,
+        **environment,
         "WORLD_SIZE": str(ranks),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": str(len(numbers)),
+        "GROUP_RANK": str(numbers.start // len(numbers)),
+        "GROUP_WORLD_SIZE": str(ranks // len(numbers)),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # for torch: the store exists, rank 0 does not serve one
+        LAUNCHER: str(os.getpid() if nursery is None else nursery.pid),
+        OUTCOMES: folder,
+        LEDGERS: folder,
         **_terminal(),
+        "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS") or str(threads),
         # Ranks on one machine need no name service and no network but loopback.
         "GLOO_SOCKET_IFNAME": environment.get("GLOO_SOCKET_IFNAME") or "lo",
     }
-
-
-def node_environment(
-    folder: str, local_rank: int, ranks: int, node: Node, environment: Mapping[str, str]
-) -> dict[str, str]:
-    """Return the environment of a rank of this machine, of several.
-
-    Args:
-        folder: Where the rank leaves its outcome.
-        local_rank: Number of the rank on this machine.
-        ranks: Number of ranks on this machine.
-        node: This machine's place.
-        environment: Environment from which OMP_NUM_THREADS is taken if set.
-    """
     return {
-        **_shared_environment(folder, local_rank, ranks, environment),
-        "RANK": str(node.first_rank + local_rank),
-        "WORLD_SIZE": str(node.ranks),
-        "GROUP_RANK": str(node.number),
-        "GROUP_WORLD_SIZE": str(node.nodes),
-        "MASTER_ADDR": node.master[0],
-        "MASTER_PORT": str(node.master[1]),
-    }
-
-
-def _shared_environment(
-    folder: str, local_rank: int, ranks: int, environment: Mapping[str, str]
-) -> dict[str, str]:
-    threads = max(1, (len(os.sched_getaffinity(0)) or 1) // ranks)
-    return {
-        "LOCAL_RANK": str(local_rank),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # for torch: the store exists, rank 0 does not serve one
-        OUTCOMES: folder,
-        LEDGERS: folder,
-        "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS") or str(threads),
+        number: {**common, "RANK": str(number), "LOCAL_RANK": str(local)}
+        for local, number in enumerate(numbers)
     }

@@ -12,15 +12,30 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import final
+from typing import Protocol, final
 
-from shoal.launch.node import Node
 from shoal.launch.nursery import ForkedRank, Nursery
 from shoal.launch.output import NamedLines, RankLog, pass_on
 
-__all__ = ["LocalRanks"]
+__all__ = ["LocalRanks", "Processes"]
 
 _AT_ONCE = 1 << 16  # bytes to read from a pipe at once: the capacity of a pipe
+
+
+class Processes(Protocol):
+    """Processes of ranks, on this host or on several."""
+
+    def running(self) -> list[int]:
+        """Return the ranks that have not ended."""
+
+    def stopped(self) -> list[int]:
+        """Return the ranks whose processes are stopped."""
+
+    def signal(self, number: int, ranks: Collection[int] | None = None) -> None:
+        """Send a signal to those of some ranks that have not ended; by default to all."""
+
+    def listen(self, seconds: float) -> None:
+        """Pass on the next output of ranks. Return when some was passed on, or after `seconds`."""
 
 
 @final
@@ -32,28 +47,30 @@ class LocalRanks:
 
     Args:
         command: A program and its arguments, equal for all ranks.
-        environments: The environment of each rank.
+        environments: The environment of each rank, by its number.
         logs: The directory in which the output is also kept; None to keep nothing.
         nursery: The Nursery that ranks are forked from; None to start a program for each.
-        node: This machine's place among several; None if all ranks are here.
+        host: This host's name, for lines of output, where there are several; empty if all ranks are here.
     """
 
     def __init__(
         self,
         command: Sequence[str],
-        environments: Sequence[Mapping[str, str]],
+        environments: Mapping[int, Mapping[str, str]],
         logs: Path | None,
         nursery: Nursery | None = None,
-        node: Node | None = None,
+        host: str = "",
     ) -> None:
+        self._host = host
         self._command = command
+        self._environments = environments
         self._nursery = nursery
-        self._host = "" if node is None else node.name
         self._outputs = selectors.DefaultSelector()
-        first, ranks = (0, len(environments)) if node is None else (node.first_rank, node.ranks)
-        self._environments = dict(enumerate(environments, start=first))
-        self._logs = {rank: RankLog(logs, rank, ranks) for rank in self._environments}
-        self._processes = {rank: self._start(rank, each) for rank, each in self._environments.items()}
+        self._logs = {
+            rank: RankLog(logs, rank, int(each.get("WORLD_SIZE", len(environments))))
+            for rank, each in environments.items()
+        }
+        self._processes = {rank: self._start(rank, each) for rank, each in environments.items()}
 
     def __enter__(self) -> LocalRanks:
         return self
@@ -69,6 +86,12 @@ class LocalRanks:
         self._outputs.close()
         for log in self._logs.values():
             log.close()
+
+    def end(self) -> None:
+        """Kill the ranks that are left, and wait until they have ended."""
+        self.signal(signal.SIGKILL)
+        for process in self._processes.values():
+            process.wait()
 
     def start_again(self, rank: int, changes: Mapping[str, str]) -> None:
         """Start a rank that has ended once more, with some changes of its environment."""
@@ -94,12 +117,6 @@ class LocalRanks:
                 continue
             with contextlib.suppress(ProcessLookupError):  # it has just ended
                 os.killpg(self._processes[rank].pid, number)
-
-    def end(self) -> None:
-        """Kill the ranks that are left, and wait until they have ended."""
-        self.signal(signal.SIGKILL)
-        for process in self._processes.values():
-            process.wait()
 
     def listen(self, seconds: float) -> None:
         """Pass on the next output of ranks. Return when some was passed on, or after `seconds`."""

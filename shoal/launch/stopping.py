@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import final
 
-from shoal.launch.local_ranks import LocalRanks
+from shoal.launch.local_ranks import Processes
 
 __all__ = ["SAVE", "StopRequest", "signals_noted"]
 
@@ -49,7 +49,7 @@ class StopRequest:
         """Whether the deadline has passed."""
         return time.monotonic() >= self.deadline
 
-    def pass_on(self, processes: LocalRanks) -> None:
+    def pass_on(self, processes: Processes) -> None:
         """Pass the signals that came on to the ranks."""
         while self._signals:
             number = self._signals.pop(0)
@@ -68,7 +68,7 @@ class StopRequest:
                 self.is_now, self.deadline = True, min(self.deadline, time.monotonic() + _NOW)
 
 
-def _stop_until_continued(processes: LocalRanks) -> None:
+def _stop_until_continued(processes: Processes) -> None:
     """Stop the ranks and this process after Ctrl-Z; they continue together."""
     processes.signal(signal.SIGSTOP)
     os.kill(os.getpid(), signal.SIGSTOP)

@@ -11,7 +11,7 @@ import pytest
 
 from shoal.errors import WorkerError
 from shoal.launch import EXIT_STOPPED, Node, launch, launch_on_node
-from shoal.launch.launcher import rank_environment
+from shoal.launch.launcher import rank_environments
 
 PRELUDE = """
 import json, os, signal, sys, time
@@ -75,8 +75,11 @@ with open(os.path.join({str(tmp_path)!r}, str(rank)), "w") as file:
 @pytest.mark.parametrize(("cores", "ranks", "threads"), [(8, 2, "4"), (8, 3, "2"), (2, 4, "1")])
 def test_ranks_share_the_cores_unless_the_user_says_otherwise(monkeypatch, cores, ranks, threads):
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(cores)))
-    assert rank_environment("", 0, ranks, 29500, {})["OMP_NUM_THREADS"] == threads
-    assert rank_environment("", 0, ranks, 29500, {"OMP_NUM_THREADS": "5"})["OMP_NUM_THREADS"] == "5"
+    own, given = (
+        rank_environments("", range(ranks), ranks, 29500, environment)[0]["OMP_NUM_THREADS"]
+        for environment in ({}, {"OMP_NUM_THREADS": "5"})
+    )
+    assert (own, given) == (threads, "5")
 
 
 def test_a_rank_that_ends_without_a_word_is_named_with_its_exit_code(run):
