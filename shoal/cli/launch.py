@@ -208,7 +208,7 @@ def _policy(args: argparse.Namespace, hosts: int) -> Policy:
 def _work(args: argparse.Namespace) -> Work:
     from shoal.fleet import Work
 
-    words = TrainWords.of(args.words).without("--nproc").resumable()
+    words = TrainWords.of(args.words).without("--nproc", "--nodes", "--rendezvous").resumable()
     missing = [name for name in args.env if name not in os.environ]
     if missing:
         raise ConfigError(

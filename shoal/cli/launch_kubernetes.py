@@ -75,7 +75,7 @@ def _run(args: argparse.Namespace) -> int:
             possible="volumes and secrets in the ClusterTrainingRuntime, or --form jobset",
             change="leave them out, or choose another form",
         )
-    words = TrainWords.of(args.words).without("--nproc", "--grace").resumable()
+    words = TrainWords.of(args.words).without("--nproc", "--nodes", "--rendezvous", "--grace").resumable()
     job = KubernetesJob(
         words=words.with_grace(args.grace).words,
         name=args.name,

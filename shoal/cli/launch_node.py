@@ -50,7 +50,7 @@ def _run(args: argparse.Namespace) -> int:
         ConfigError: A number is missing or wrong.
         WorkerError: A rank of this host failed.
     """
-    words = TrainWords.of(args.words).without("--nproc")
+    words = TrainWords.of(args.words).without("--nproc", "--nodes", "--rendezvous")
     nodes, number = _number(args.nodes, "--nodes", 1), _number(args.node, "--node", 0)
     given = None if args.nproc is None else _number(args.nproc, "--nproc", 1)
     if number >= nodes:

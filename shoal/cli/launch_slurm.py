@@ -66,7 +66,7 @@ def add_target(targets: argparse._SubParsersAction) -> None:
 
 def _run(args: argparse.Namespace) -> int:
     options = dict(_option(given) for given in args.sbatch)
-    words = TrainWords.of(args.words).without("--nproc", "--grace").resumable()
+    words = TrainWords.of(args.words).without("--nproc", "--nodes", "--rendezvous", "--grace").resumable()
     job = SlurmJob(
         words=words.with_grace(args.grace).words,
         nodes=args.nodes,

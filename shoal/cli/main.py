@@ -17,7 +17,7 @@ __all__ = ["main"]
 _COMMANDS = (
     *("train", "launch", "sample", "report", "watch", "web", "compare", "advise", "what-if", "check"),
     *("schedule", "plan", "scale", "simulate", "checkpoint", "bench", "aggregate", "cluster", "probe"),
-    *("calibrate", "validate", "export", "memory", "doctor", "hang", "completion"),
+    *("calibrate", "validate", "export", "memory", "doctor", "hang", "drain", "completion"),
 )
 """Each is also the name of its module, with `_` for `-`."""
 

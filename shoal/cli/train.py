@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.cli.local import nursery_for, positive_seconds
+from shoal.cli.nodes import add_arguments, run_on_hosts
 from shoal.errors import ConfigError, PlanError, RunError, WorkerError
 from shoal.values import encode
 
@@ -73,7 +74,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="N",
         type=int,
         default=10,
-        help="with --nproc MIN:MAX: how often failed ranks are started again, in total",
+        help="with --nproc MIN:MAX or --nodes: how often failed ranks are started again, in total",
     )
     parser.add_argument(
         "--grace",
@@ -82,6 +83,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="seconds that the system leaves from SIGTERM or SIGUSR1 to the kill, such as Slurm's --signal "
         "or Kubernetes' grace period; if they do not suffice to save, the command says so and ends before",
     )
+    add_arguments(parser)
     parser.add_argument("--run", metavar="DIR", type=Path, dest="directory", help="directory of the new run")
     parser.add_argument(
         "--resume",
@@ -118,11 +120,24 @@ def run(args: argparse.Namespace) -> int:
     """
     from shoal.launch import find_world
 
-    world = find_world()
+    world = None if args.nodes is not None else find_world()  # srun may have started it once on each host
     if world is not None:
         return _as_rank(world, lambda: _checked_job(args, world.ranks), args.grace)
     with nursery_for(args, "shoal.train") as nursery:
-        return _on_this_machine(args, nursery)
+        return (_on_this_machine if args.nodes is None else _on_hosts)(args, nursery)
+
+
+def _on_hosts(args: argparse.Namespace, nursery: Nursery | None) -> int:
+    elasticity = _elasticity(args)
+    paths: list[Path] = []
+
+    def job_for(ranks: int) -> Job:
+        job = _checked_job(args, ranks)
+        paths.append(job.path)
+        return job
+
+    with _telling_how_to_go_on(paths):
+        return run_on_hosts(args, job_for, None if elasticity is None else elasticity.least, nursery)
 
 
 def _on_this_machine(args: argparse.Namespace, nursery: Nursery | None) -> int:
@@ -211,33 +226,40 @@ def _on_local_ranks(
     with tempfile.NamedTemporaryFile(prefix="shoal-", suffix=".job") as file:
         file.write(encode(job))
         file.flush()
-        try:
-            command = [sys.executable, "-m", "shoal.train", file.name]
-            if elasticity is not None:
-                with memory_folder() as folder:
-                    given = {} if folder is None else {FOLDER: str(folder)}
-                    return launch_elastic(
-                        command,
-                        job.processes,
-                        elasticity,
-                        {**os.environ, **given},
-                        logs=job.path / "log",
-                        events=Run(job.path).members_file,
-                        nursery=nursery,
-                        grace=grace,
-                    )
-            return launch(
-                command,
-                job.processes,
-                logs=job.path / "log",
-                nursery=nursery,
-                units=job.units,
-                grace=grace,
-            )
-        except WorkerError as error:
-            if error.exit_code in _FAILED and (text := _how_to_go_on(job.path)):
+        command = [sys.executable, "-m", "shoal.train", file.name]
+        with _telling_how_to_go_on([job.path]):
+            if elasticity is None:
+                return launch(
+                    command,
+                    job.processes,
+                    logs=job.path / "log",
+                    nursery=nursery,
+                    units=job.units,
+                    grace=grace,
+                )
+            with memory_folder() as folder:
+                return launch_elastic(
+                    command,
+                    job.processes,
+                    elasticity,
+                    {} if folder is None else {FOLDER: str(folder)},
+                    logs=job.path / "log",
+                    events=Run(job.path).members_file,
+                    nursery=nursery,
+                    grace=grace,
+                )
+
+
+@contextlib.contextmanager
+def _telling_how_to_go_on(runs: Sequence[Path]) -> Iterator[None]:
+    """Add to the failure of a rank how to resume its run."""
+    try:
+        yield
+    except WorkerError as error:
+        for run in runs:
+            if error.exit_code in _FAILED and (text := _how_to_go_on(run)):
                 error.detail = f"{error.detail}\n\n{text}".lstrip()
-            raise
+        raise
 
 
 def _how_to_go_on(run: Path) -> str:

@@ -19,7 +19,7 @@ from shoal.errors import (
     ConfigError,
     TrainingError,
 )
-from shoal.launch import EXIT_STOPPED, Membership, StopSignal, World
+from shoal.launch import EXIT_STOPPED, PEER, Membership, StopSignal, World
 from shoal.plan import Plan
 from shoal.record import ClockExchange, Marks, exchange_clocks
 from shoal.run import Decision, Run, write_decision
@@ -31,6 +31,7 @@ from shoal.train.describe import describe, new_parameters_text, passed_over_text
 from shoal.train.elastic_saves import FOLDER, MemorySaves
 from shoal.train.first_weights import begin_from
 from shoal.train.held_out import HeldOut, accuracy
+from shoal.train.host_memory import HostMemory
 from shoal.train.host_watch import look_at_host
 from shoal.train.job import Job
 from shoal.train.live import LiveLine, summary
@@ -280,8 +281,9 @@ class Execution:
         """Load what the job resumes or begins from, if anything, and describe the run as it is now."""
         resume, init = self._job.resume, self._config.init
         if resume is not None:
-            beside = [] if self._in_memory is None else [self._in_memory.directory]
-            path = go_on(self._trainer, resume, self._data, self._coordinator, self._say, beside)
+            hosts = None if self._in_memory is None else self._in_memory.hosts
+            beside = [] if self._in_memory is None or hosts is not None else [self._in_memory.directory]
+            path = go_on(self._trainer, resume, self._data, self._coordinator, self._say, beside, hosts)
             begins = "there is no sound checkpoint: training starts from the beginning"
             self._say(f"goes on from {path}" if path else begins)
             if path and self._is_first:
@@ -308,7 +310,10 @@ class Execution:
         folder = os.environ.get(FOLDER)
         directory = Path(folder) if folder else self._run.checkpoints
         every = self._config.checkpoint.memory if folder else 0
-        given = {"data": self._data}, self._coordinator, self._say
+        hosts = None
+        if folder and PEER in os.environ and self._membership is not None:
+            hosts = HostMemory(directory, self._coordinator, self._membership.peers())
+        given = {"data": self._data}, self._coordinator, self._say, hosts
         return MemorySaves(self._trainer, every, directory, *given)
 
     def save_replica(self) -> None:
