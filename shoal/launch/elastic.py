@@ -6,6 +6,7 @@ started again, and joins in a later generation. See `shoal.launch.membership`.
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -87,5 +88,6 @@ def member_environments(
     nursery: Nursery | None,
 ) -> dict[int, dict[str, str]]:
     """Return the environment of each member of a host; the arguments are those of `rank_environments`."""
-    made = rank_environments(folder, numbers, members, port, {AFTER: "-1", **environment}, nursery)
+    given = {**os.environ, AFTER: "-1", **environment}
+    made = rank_environments(folder, numbers, members, port, given, nursery)
     return {number: {**each, MEMBER: str(number)} for number, each in made.items()}

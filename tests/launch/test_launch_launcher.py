@@ -11,6 +11,7 @@ import pytest
 
 from shoal.errors import WorkerError
 from shoal.launch import EXIT_STOPPED, Node, launch, launch_on_node
+from shoal.launch.elastic import member_environments
 from shoal.launch.launcher import rank_environments
 
 PRELUDE = """
@@ -80,6 +81,9 @@ def test_ranks_share_the_cores_unless_the_user_says_otherwise(monkeypatch, cores
         for environment in ({}, {"OMP_NUM_THREADS": "5"})
     )
     assert (own, given) == (threads, "5")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    member = member_environments("", range(ranks, 2 * ranks), 2 * ranks, 29500, {}, None)[ranks]
+    assert (member["OMP_NUM_THREADS"], member["RANK"], member["LOCAL_RANK"]) == ("7", str(ranks), "0")
 
 
 def test_a_rank_that_ends_without_a_word_is_named_with_its_exit_code(run):
