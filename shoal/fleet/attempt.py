@@ -294,6 +294,8 @@ class Attempt:
             return
         if not self._signal:
             self._signal = number.name
+            text = f"shoal: {number.name}: the ranks finish their step and save; Ctrl-C ends them at once"
+            print(text, file=sys.stderr, flush=True)
             seconds = SAVE if self._work.grace is None else self._work.grace
             self._deadline = time.monotonic() + seconds + _MORE
         elif number == signal.SIGINT:
