@@ -125,7 +125,14 @@ def _meeting(args: argparse.Namespace, address: tuple[str, int], *, leads: bool)
             change="write, for example, --nodes 4, or --nodes 2:4",
         )
     ranks = args.nproc if args.nproc is not None else _ranks_of_host()
-    return Meeting(address=address, least=hosts[0], most=hosts[1], ranks=ranks, token=find_token(makes=leads))
+    return Meeting(
+        address=address,
+        least=hosts[0],
+        most=hosts[1],
+        ranks=ranks,
+        token=find_token(makes=leads),
+        grace=args.grace,
+    )
 
 
 def _ranks_of_host() -> int:

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.local import nursery_for
+from shoal.cli.local import nursery_for, positive_seconds
 from shoal.cli.nodes import add_arguments, run_on_hosts
 from shoal.errors import ConfigError, PlanError, RunError, WorkerError
 from shoal.values import encode
@@ -31,8 +31,9 @@ with one local rank for each core. Under torchrun, srun or accelerate, it runs a
 started.
 Two dashes end torchrun's own options: torchrun --nproc-per-node 8 --no-python -- shoal train --run DIR
 
-Exit codes: 0 all steps done; 1 a rank failed; 2 wrong input; 75 stopped by Ctrl-C or SIGTERM after the state
-was saved (continue with --resume); 130 stopped before the state was saved.
+SIGTERM, SIGUSR1 and Ctrl-C end the run after its step, and save; a second Ctrl-C ends it at once.
+Exit codes: 0 all steps done; 1 a rank failed; 2 wrong input; 75 stopped by a signal after the state was saved
+(continue with --resume); 130 stopped before the state was saved.
 """
 
 
@@ -75,6 +76,13 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         default=10,
         help="with --nproc MIN:MAX or --nodes: how often failed ranks are started again, in total",
     )
+    parser.add_argument(
+        "--grace",
+        metavar="SECONDS",
+        type=positive_seconds,
+        help="seconds that the system leaves from SIGTERM or SIGUSR1 to the kill, such as Slurm's --signal "
+        "or Kubernetes' grace period; if they do not suffice to save, the command says so and ends before",
+    )
     add_arguments(parser)
     parser.add_argument("--run", metavar="DIR", type=Path, dest="directory", help="directory of the new run")
     parser.add_argument(
@@ -114,7 +122,7 @@ def run(args: argparse.Namespace) -> int:
 
     world = None if args.nodes is not None else find_world()  # srun may have started it once on each host
     if world is not None:
-        return _as_rank(world, lambda: _checked_job(args, world.ranks))
+        return _as_rank(world, lambda: _checked_job(args, world.ranks), args.grace)
     with nursery_for(args, "shoal.train") as nursery:
         return (_on_this_machine if args.nodes is None else _on_hosts)(args, nursery)
 
@@ -147,8 +155,9 @@ def _on_this_machine(args: argparse.Namespace, nursery: Nursery | None) -> int:
     choose_device(job.config.device, 0)
     if job.processes == 1 and elasticity is None:
         with keep_output(RankLog(job.path / "log", 0, 1)):
-            return _as_rank(World(rank=0, ranks=1, local_rank=0, master=("", 0)), lambda: job)
-    return _on_local_ranks(job, nursery, elasticity)
+            world = World(rank=0, ranks=1, local_rank=0, master=("", 0))
+            return _as_rank(world, lambda: job, args.grace)
+    return _on_local_ranks(job, nursery, elasticity, args.grace)
 
 
 def _elasticity(args: argparse.Namespace) -> Elasticity | None:
@@ -190,7 +199,7 @@ def _require_elastic(job: Job, elasticity: Elasticity) -> None:
         )
 
 
-def _as_rank(world: World, choose: Callable[[], Job]) -> int:
+def _as_rank(world: World, choose: Callable[[], Job], grace: float | None) -> int:
     """Train as one rank; `run_rank` prints its error, and rank 0 then prints how to resume."""
     from shoal.launch import run_rank
     from shoal.train import execute
@@ -201,13 +210,15 @@ def _as_rank(world: World, choose: Callable[[], Job]) -> int:
         chosen.append(choose())
         return chosen[0]
 
-    code = run_rank(world.rank, partial(execute, noted, world))
+    code = run_rank(world.rank, partial(execute, noted, world), grace=grace)
     if code in _FAILED and world.rank == 0 and chosen and (text := _how_to_go_on(chosen[0].path)):
         print(text, file=sys.stderr)
     return code
 
 
-def _on_local_ranks(job: Job, nursery: Nursery | None, elasticity: Elasticity | None) -> int:
+def _on_local_ranks(
+    job: Job, nursery: Nursery | None, elasticity: Elasticity | None, grace: float | None
+) -> int:
     from shoal.launch import launch, launch_elastic
     from shoal.run import Run
     from shoal.train import FOLDER, memory_folder
@@ -218,7 +229,14 @@ def _on_local_ranks(job: Job, nursery: Nursery | None, elasticity: Elasticity | 
         command = [sys.executable, "-m", "shoal.train", file.name]
         with _telling_how_to_go_on([job.path]):
             if elasticity is None:
-                return launch(command, job.processes, logs=job.path / "log", nursery=nursery, units=job.units)
+                return launch(
+                    command,
+                    job.processes,
+                    logs=job.path / "log",
+                    nursery=nursery,
+                    units=job.units,
+                    grace=grace,
+                )
             with memory_folder() as folder:
                 return launch_elastic(
                     command,
@@ -228,6 +246,7 @@ def _on_local_ranks(job: Job, nursery: Nursery | None, elasticity: Elasticity | 
                     logs=job.path / "log",
                     events=Run(job.path).members_file,
                     nursery=nursery,
+                    grace=grace,
                 )
 
 

@@ -12,11 +12,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.launch.launcher import rank_environments, signals_noted, store_on_loopback
+from shoal.launch.launcher import rank_environments, store_on_loopback
 from shoal.launch.local_ranks import LocalRanks
 from shoal.launch.members import Members
 from shoal.launch.membership import AFTER, MEMBER
 from shoal.launch.nursery import Nursery
+from shoal.launch.stopping import StopRequest, signals_noted
 
 __all__ = ["Elasticity", "launch_elastic", "member_environments"]
 
@@ -43,6 +44,7 @@ def launch_elastic(
     logs: Path | None = None,
     events: Path | None = None,
     nursery: Nursery | None = None,
+    grace: float | None = None,
 ) -> int:
     """Run a command as each of some members, of which some may be lost; otherwise like `launch`.
 
@@ -57,6 +59,7 @@ def launch_elastic(
         events: JSON lines that tell which members were lost, left and came, and when; None for none. It is
             written once its folder exists.
         nursery: The Nursery that members are forked from; None to start a program for each.
+        grace: Seconds from a signal until the system ends this process; None if it does not.
 
     Returns:
         The exit code: 0, or `EXIT_STOPPED` after a signal if the state is saved.
@@ -73,7 +76,7 @@ def launch_elastic(
         environments = member_environments(folder, range(most), most, store.port, environment, nursery)
         with LocalRanks(command, environments, logs, nursery) as processes:
             given = elasticity.least, elasticity.restarts, events
-            return Members(processes, store, Path(folder), *given).run(signals)
+            return Members(processes, store, Path(folder), *given).run(StopRequest(signals, grace))
 
 
 def member_environments(

@@ -25,7 +25,7 @@ from shoal.launch.elastic import member_environments
 from shoal.launch.fleet import BEAT, SILENCE
 from shoal.launch.gate import Gate, StoreDoor
 from shoal.launch.hosts import Meeting, surroundings
-from shoal.launch.launcher import END, listen_for, pass_on_signals, signals_noted
+from shoal.launch.launcher import END, listen_for
 from shoal.launch.link import Link, LinkBusyError, dial
 from shoal.launch.local_ranks import LocalRanks
 from shoal.launch.members import WAIT
@@ -33,6 +33,7 @@ from shoal.launch.membership import AFTER
 from shoal.launch.memory_files import files_service
 from shoal.launch.nursery import Nursery
 from shoal.launch.outcome import Outcome
+from shoal.launch.stopping import StopRequest, signals_noted
 from shoal.launch.token import read_token
 
 __all__ = ["follow"]
@@ -135,6 +136,7 @@ class _Following:
     def run(self, signals: list[signal.Signals]) -> int | str:
         """Follow; return the exit code that the other host told, or why the link ended."""
         link = self._link
+        stop = StopRequest(signals, self._meeting.grace)
         link.limit(SILENCE)
         for work in (self._listen, self._beat):
             threading.Thread(target=work, name="shoal-follow", daemon=True).start()
@@ -155,8 +157,12 @@ class _Following:
                     if signals:
                         return 128 + int(signals[0])
                     continue
-                if pass_on_signals(signals, self._ranks) is not None:
+                before = stop.signal
+                stop.pass_on(self._ranks)
+                if stop.signal is not before:
                     self._tell(leaves=True)
+                if stop.is_late:
+                    self._ranks.signal(signal.SIGKILL)
                 self._report(self._ranks, folder)
 
     def _wait(self) -> None:

@@ -24,13 +24,14 @@ from shoal.errors import CommunicationError, ConfigError, ShoalError
 from shoal.launch.elastic import member_environments
 from shoal.launch.fleet import Fleet, Host
 from shoal.launch.gate import Gate, store_service
-from shoal.launch.launcher import signals_noted, store_on_loopback
+from shoal.launch.launcher import store_on_loopback
 from shoal.launch.local_ranks import LocalRanks
 from shoal.launch.members import WAIT, Members
 from shoal.launch.membership import PEER
 from shoal.launch.memory_files import files_service
 from shoal.launch.nursery import Nursery
 from shoal.launch.pump import Pump
+from shoal.launch.stopping import StopRequest, signals_noted
 from shoal.launch.token import TOKEN_FILE, read_token
 
 __all__ = ["Meeting", "lead", "open_meeting", "surroundings"]
@@ -49,6 +50,7 @@ class Meeting:
         most: Number of hosts that train at a time; others stand by.
         ranks: Number of ranks on each host.
         token: The file of the run's token.
+        grace: Seconds from a signal until the system ends this process; None if it does not.
     """
 
     address: tuple[str, int]
@@ -56,6 +58,7 @@ class Meeting:
     most: int
     ranks: int
     token: Path
+    grace: float | None = None
 
 
 def open_meeting(address: tuple[str, int]) -> socket.socket | None:
@@ -140,7 +143,8 @@ def lead(
                 fleet.begin(local)
                 list(fleet.start_new(-1))
                 events = run / "members.jsonl"
-                code = Members(fleet, store, Path(folder), least, restarts, events, fleet).run(signals)
+                stop = StopRequest(signals, meeting.grace)
+                code = Members(fleet, store, Path(folder), least, restarts, events, fleet).run(stop)
             return code
         except ShoalError as error:
             code, why = error.exit_code, str(error)

@@ -50,6 +50,7 @@ class LocalRanks:
         environments: The environment of each rank, by its number.
         logs: The directory in which the output is also kept; None to keep nothing.
         nursery: The Nursery that ranks are forked from; None to start a program for each.
+        host: This host's name, for lines of output, where there are several; empty if all ranks are here.
     """
 
     def __init__(
@@ -58,7 +59,9 @@ class LocalRanks:
         environments: Mapping[int, Mapping[str, str]],
         logs: Path | None,
         nursery: Nursery | None = None,
+        host: str = "",
     ) -> None:
+        self._host = host
         self._command = command
         self._environments = environments
         self._nursery = nursery
@@ -75,9 +78,7 @@ class LocalRanks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.signal(signal.SIGKILL)
-        for process in self._processes.values():
-            process.wait()
+        self.end()
         while self._outputs.get_map() and self._outputs.select(0):
             self.listen(0)
         for key in list(self._outputs.get_map().values()):  # a child that outlives its rank may hold these
@@ -85,6 +86,12 @@ class LocalRanks:
         self._outputs.close()
         for log in self._logs.values():
             log.close()
+
+    def end(self) -> None:
+        """Kill the ranks that are left, and wait until they have ended."""
+        self.signal(signal.SIGKILL)
+        for process in self._processes.values():
+            process.wait()
 
     def start_again(self, rank: int, changes: Mapping[str, str]) -> None:
         """Start a rank that has ended once more, with some changes of its environment."""
@@ -130,7 +137,7 @@ class LocalRanks:
         process = _start(self._command, environment, (pipes[0][1], pipes[1][1]), self._nursery)
         for descriptor, (reading, writing) in enumerate(pipes, start=1):
             os.close(writing)
-            lines = NamedLines(rank, overwrites=os.isatty(descriptor))
+            lines = NamedLines(rank, overwrites=os.isatty(descriptor), host=self._host)
             told = descriptor, self._logs[rank], lines
             self._outputs.register(os.fdopen(reading, "rb"), selectors.EVENT_READ, told)
         return process

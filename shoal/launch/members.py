@@ -20,11 +20,13 @@ from torch.distributed.distributed_c10d import Store
 
 from shoal.errors import WorkerError
 from shoal.launch.drain import Request, Requests
+from shoal.launch.ended import exit_code_after_signal
 from shoal.launch.fleet import Fleet
-from shoal.launch.launcher import END, SAVE, SETTLE, exit_code_after_signal, listen_for, pass_on_signals
+from shoal.launch.launcher import END, SETTLE, listen_for
 from shoal.launch.local_ranks import LocalRanks
 from shoal.launch.membership import AFTER, Roster
 from shoal.launch.outcome import EXIT_STOPPED, Outcome, root_cause
+from shoal.launch.stopping import StopRequest
 
 __all__ = ["WAIT", "Members"]
 
@@ -91,14 +93,13 @@ class Members:
         self._requests = Requests(None if events is None else events.parent)
         self._looked = 0.0  # time of the last look for requests
 
-    def run(self, signals: list[signal.Signals]) -> int:
+    def run(self, stop: StopRequest) -> int:
         """Watch until the training has ended; return its exit code."""
-        deadline = float("inf")
-        while self._goes_on() and time.monotonic() < deadline:
+        while self._goes_on() and not stop.is_late:
             self._processes.listen(_LOOK)
-            number = pass_on_signals(signals, self._processes)
-            if number is not None and self._signal is None:
-                self._signal, deadline = number, time.monotonic() + SAVE
+            stop.pass_on(self._processes)
+            if stop.signal is not None and self._signal is None:
+                self._signal = stop.signal
                 self._failure = None  # what was survived before
             self._end_stopped()
             if not self._note_ends():
@@ -106,6 +107,8 @@ class Members:
             self._take_hosts()
             self._take_ready()
             self._look_for_requests()
+        if stop.is_now:
+            self._processes.signal(signal.SIGKILL)
         return self._exit_code()
 
     def _goes_on(self) -> bool:
