@@ -30,7 +30,7 @@ train: $(VENV)/.ready
 test: lint
 	$(TESTING) $(BIN)/pytest -n $(JOBS) --dist loadfile
 
-test-long: lint $(VENV)/.ready-store $(VENV)/.ready-browser
+test-long: lint $(VENV)/.ready-store $(VENV)/.ready-browser $(VENV)/.ready-launch
 	$(TESTING) $(BIN)/pytest -m long
 
 test-faults: $(VENV)/.ready-dev
@@ -60,6 +60,15 @@ $(VENV)/.ready-store: $(VENV)/.ready-dev
 	$(INSTALL) --editable '.[$(EXTRAS),store]' 'moto[server]>=5'
 	@touch $@
 
+# Launchers are tested with a real sshd, Slurm and Ray, on this machine.
+$(VENV)/.ready-launch: $(VENV)/.ready-dev
+	@for program in sshd slurmctld slurmd munged; do \
+	  PATH=$$PATH:/usr/sbin command -v $$program >/dev/null || { \
+	    echo "make: there is no $$program. Install it: sudo apt-get install openssh-server slurm-wlm munge"; \
+	    exit 1; }; done
+	$(INSTALL) --editable '.[$(EXTRAS),store,ray]'
+	@touch $@
+
 # Pages are tested in Debian's Chromium, driven by Playwright; axe-core looks for what keeps people out.
 $(VENV)/.ready-browser: $(VENV)/.ready-dev
 	@command -v chromium npm >/dev/null || { \
@@ -70,7 +79,7 @@ $(VENV)/.ready-browser: $(VENV)/.ready-dev
 
 $(VENV)/.ready-dev: pyproject.toml constraints.txt $(CORE) | $(VENV)/bin/python
 	@echo "installing Shoal, PyTorch and what its tests need into $(VENV) (once, a minute or more)"
-	$(INSTALL) --editable '.[$(EXTRAS)]' httpx2
+	$(INSTALL) --editable '.[$(EXTRAS)]' httpx2 kubeflow-trainer-api kubernetes-validate
 	@touch $@ $(VENV)/.ready
 
 $(OLDEST)/.ready: pyproject.toml constraints-oldest.txt $(CORE) | $(OLDEST)/bin/python

@@ -24,26 +24,38 @@ from rounds import Ranks, Spread, Step
 from shoal.bench import describe
 from shoal.record import NullRecorder, OpenSpan, Recorder, SpanRecorder
 
+__all__ = ["Switch"]
+
 _WARM_UP = 4  # steps; a multiple of the pattern's four, as the rounds are
 
 
 @final
-class _Switch(Recorder):
-    """Passes everything on to the recorder that is chosen."""
+class Switch(Recorder):
+    """Pass everything on to the recorder that is chosen.
+
+    Attributes:
+        chosen: The recorder.
+        first: Number that is taken from the numbers of steps.
+    """
 
     def __init__(self, chosen: Recorder) -> None:
         self.chosen = chosen
+        self.first = 0
 
     def span(self, *arguments: Any, **named: Any) -> AbstractContextManager[None]:
+        """See `Recorder.span`."""
         return self.chosen.span(*arguments, **named)
 
     def open(self, *arguments: Any, **named: Any) -> OpenSpan:
+        """See `Recorder.open`."""
         return self.chosen.open(*arguments, **named)
 
     def step(self, index: int) -> AbstractContextManager[None]:
-        return self.chosen.step(index)
+        """See `Recorder.step`."""
+        return self.chosen.step(index - self.first)
 
     def close(self) -> None:
+        """See `Recorder.close`."""
         self.chosen.close()
 
 
@@ -56,7 +68,7 @@ class _Build:
 
     def __call__(self, rank: int) -> Step:
         on, off = SpanRecorder(self.task.folder / f"rank-{rank}.jsonl", rank), NullRecorder()
-        switch = _Switch(off)
+        switch = Switch(off)
         trainer = make_trainer(self.task, self.shard, switch)
 
         def step() -> float:

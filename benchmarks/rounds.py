@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from shoal.errors import WorkerError
 
-__all__ = ["Build", "Burst", "Ranks", "Spread", "Step", "interleave", "peak_memory"]
+__all__ = ["Build", "Burst", "Ranks", "Spread", "Step", "free_port", "interleave", "peak_memory"]
 
 Step = Callable[[], float]
 """Makes one optimizer step on this rank, and returns its loss."""
@@ -79,7 +79,7 @@ class Ranks:
 
     def __init__(self, build: Build, ranks: int) -> None:
         context = get_context("spawn")
-        shared = {**_ENVIRONMENT, "MASTER_PORT": str(_free_port())}
+        shared = {**_ENVIRONMENT, "MASTER_PORT": str(free_port())}
         shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         # What native libraries read when they are loaded has to be there before the process begins.
         os.environ.update(_ENVIRONMENT)
@@ -204,7 +204,8 @@ def _burst(step: Step, count: int) -> Burst:
     return Burst(seconds, losses, peak_memory())
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Returns a port of loopback that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -33,8 +33,8 @@ from torch import nn
 from shoal.bench import describe
 from shoal.cluster import Cluster, Host
 from shoal.cost import Layout, memory_of
-from shoal.cost.memory import kept_bytes
 from shoal.cost.time.offload import offload_of
+from shoal.cost.time.stored import stored_bytes
 from shoal.data import as_samples
 from shoal.models import build, preset
 from shoal.parallel import OffloadedOptimizer, parallelize
@@ -51,6 +51,7 @@ PLANS = {
     "and gradients": "shard=zero3,offload=optimizer:file+gradients:file",
     "and parameters": f"shard=zero3,offload={ALL}",
     "and activations": f"shard=zero3,offload={ALL}+activations:file",
+    "those of 6 blocks alone": f"shard=zero3,offload={ALL}+activations:file:6",
     "with recompute=full": f"shard=zero3,recompute=full,offload={ALL}",
 }
 ALONE = 1 << 26
@@ -248,8 +249,9 @@ def predicted(rows: dict[str, Any], layers: int) -> dict[str, tuple[float, float
     for name, text in PLANS.items():
         plan = SettledPlan.of(SettledPlan.parse(f"{text},microbatch={BATCH}"), BATCH)
         forward, backward = passes / 3, passes * (1 if plan.recompute == "full" else 2 / 3)
-        kept = sum(kept_bytes(each, workload, Layout.of(plan), is_layer=True) for each in workload.layers)
-        extra = offload_of(cluster, plan, workload.parameters, (forward, backward), 1, update, kept).extra
+        whole = range(len(workload.pieces))
+        stored = stored_bytes(workload, plan, (whole,), workload.pieces, Layout.of(plan), 0)
+        extra = offload_of(cluster, plan, workload.parameters, (forward, backward), 1, update, stored).extra
         peak = memory_of(workload, plan, BATCH)[0].peak
         found[name] = peak, forward + backward + update + extra
     return found

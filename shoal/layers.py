@@ -9,13 +9,13 @@ from __future__ import annotations
 __all__ = ["LAYERS", "TORCH_FREE"]
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "units", "layers"),
+    ("errors", "units", "lines", "layers"),
     ("plan", "cluster", "workload", "timeline", "run", "values"),
     ("cost",),
     ("simulate",),
     ("diagnosis", "foreign", "replay"),
     ("planner",),
-    ("validate", "compare", "advise", "doctor", "hang"),
+    ("validate", "compare", "advise", "doctor", "hang", "submit"),
     ("collectives",),
     ("models", "data", "record"),
     ("trace", "bench"),
@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("server",),
     ("parallel",),
     ("launch",),
-    ("train",),
+    ("train", "fleet"),
     ("check",),
     ("web",),
     ("cli",),

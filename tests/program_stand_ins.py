@@ -72,6 +72,12 @@ class Programs:
         environments = [torchrun_environment(rank, ranks, port) for rank in range(ranks)]
         return self._run(arguments, folder, environments, module, 180.0)
 
+    def run_each(
+        self, arguments: Sequence[str], folder: Path, environments: Sequence[Mapping[str, str]]
+    ) -> list[subprocess.CompletedProcess[str]]:
+        """Runs one several times beside each other, in an environment each."""
+        return self._run(arguments, folder, environments, "shoal.cli.main", 180.0)
+
     def _run(
         self,
         arguments: Sequence[str],

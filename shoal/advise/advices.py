@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from shoal.advise.advice import Advice
 from shoal.advise.played import played_advice
@@ -31,7 +33,13 @@ class Known:
     cluster: Cluster
 
 
-def advices(timeline: Timeline, plan: SettledPlan, batch: int, known: Known | None = None) -> list[Advice]:
+def advices(
+    timeline: Timeline,
+    plan: SettledPlan,
+    batch: int,
+    known: Known | None = None,
+    data: Mapping[str, Any] | None = None,
+) -> list[Advice]:
     """Return the advice on a run, the largest gain first; sure gains come before bounds.
 
     Args:
@@ -39,6 +47,7 @@ def advices(timeline: Timeline, plan: SettledPlan, batch: int, known: Known | No
         plan: The Plan, with the stages that the model was cut into.
         batch: Samples of a step.
         known: Its work and machines; None if they are not known: then no Plan is played.
+        data: The configuration of its data; None if it is not known.
 
     Raises:
         ShoalError: No rank finished a step.
@@ -47,7 +56,7 @@ def advices(timeline: Timeline, plan: SettledPlan, batch: int, known: Known | No
     found = [
         shares_advice(timeline, breakdown, plan, batch),
         split_advice(stage_times(timeline), breakdown, plan, batch),
-        data_advice(breakdown),
+        data_advice(breakdown, data),
         launch_advice(breakdown, plan, batch),
     ]
     told = [each for each in found if each is not None]

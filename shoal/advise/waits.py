@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from shoal.advise.advice import LEAST_GAIN, Advice
 from shoal.plan import SettledPlan
@@ -12,14 +14,34 @@ from shoal.timeline import Breakdown
 __all__ = ["data_advice", "launch_advice"]
 
 
-def data_advice(breakdown: Breakdown) -> Advice | None:
-    """Return advice on the wait for data, of the rank that waits most; None if it is short."""
+def data_advice(breakdown: Breakdown, data: Mapping[str, Any] | None = None) -> Advice | None:
+    """Return advice on the wait for data, of the rank that waits most; None if it is short.
+
+    Where text is encoded during the training, encoding is what is waited for: it takes the whole step now,
+    and in n processes the n-th part.
+
+    Args:
+        breakdown: Where the time goes.
+        data: The configuration of the run's data; None if it is not known.
+    """
     parts = max((rank.parts for rank in breakdown.ranks), key=lambda parts: parts.data_wait)
     wall, waits = parts.wall, parts.data_wait
     if waits < LEAST_GAIN * wall:
         return None
     # While a step computes, so much data must be made that none is waited for.
     workers = math.ceil(wall / (wall - waits)) if waits < wall else 2
+    if data is not None and _is_encoded(data):
+        now = max(int(data.get("workers") or 0), 1)
+        workers = max(now * workers, 2)
+        return Advice(
+            name="data",
+            change=f"Encode text in {workers} processes beside the training: data.workers={workers}.",
+            settings=(f"data.workers={workers}",),
+            before=wall,
+            after=max(wall - waits, wall * now / workers),
+            reason=f"Measured: a rank waits {waits:.4g} s of each step for text that is encoded in "
+            f"{now} process{'es' * (now > 1)}. Predicted for cores that have no other work.",
+        )
     return Advice(
         name="data",
         change=f"Prepare data beside the training: {workers} processes or more (Trainer(workers={workers})), "
@@ -30,6 +52,13 @@ def data_advice(breakdown: Breakdown) -> Advice | None:
         is_bound=True,
         reason=f"Measured: a rank waits {waits:.4g} s of each step for data.",
     )
+
+
+def _is_encoded(data: Mapping[str, Any]) -> bool:
+    """Return whether text is encoded during the training, in a way that processes share."""
+    tokenizer = str(data.get("tokenizer", "bytes"))
+    has_tokenizer = tokenizer != "bytes" and not tokenizer.startswith("ids:")
+    return bool(data.get("streaming")) and (has_tokenizer or bool(data.get("messages")))
 
 
 def launch_advice(breakdown: Breakdown, plan: SettledPlan, batch: int) -> Advice | None:

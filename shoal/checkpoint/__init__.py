@@ -10,7 +10,7 @@ Background (saves beside the training), Store (a run in an object store). The tr
 from shoal.checkpoint.background import Background, Ended
 from shoal.checkpoint.compare import Difference, compare
 from shoal.checkpoint.coordinator import Coordinator, ProcessGroupCoordinator, SingleProcess, attempt_together
-from shoal.checkpoint.directory import checkpoints, resolve, step_of
+from shoal.checkpoint.directory import checkpoints, free_path, resolve, staging_path, step_of
 from shoal.checkpoint.files import REAL_FILES, FileSystem, RealFiles
 from shoal.checkpoint.load import load
 from shoal.checkpoint.load_verified import load_verified
@@ -21,6 +21,7 @@ from shoal.checkpoint.region import Region
 from shoal.checkpoint.retain import retain
 from shoal.checkpoint.save import Saver, save
 from shoal.checkpoint.shard import dtype_named
+from shoal.checkpoint.spread import Spread
 from shoal.checkpoint.staging import Staging
 from shoal.checkpoint.store import Store, is_url
 from shoal.checkpoint.store_coordinator import StoreCoordinator, coordinator_beside
@@ -48,6 +49,7 @@ __all__ = [
     "Region",
     "Saver",
     "SingleProcess",
+    "Spread",
     "Staging",
     "Store",
     "StoreCoordinator",
@@ -59,6 +61,7 @@ __all__ = [
     "compare",
     "coordinator_beside",
     "dtype_named",
+    "free_path",
     "is_url",
     "latest",
     "load",
@@ -71,6 +74,7 @@ __all__ = [
     "resolve",
     "retain",
     "save",
+    "staging_path",
     "step_of",
     "verify",
 ]

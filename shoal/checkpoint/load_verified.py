@@ -8,6 +8,9 @@
 3. The ranks tell each other the result. Only if all files are sound, each reads what replaces values that are
    in use. It passed through memory just before, and mostly is in the system's cache. To keep it instead would
    take new memory, which comes slowly from some systems: it took three times as long as to read it again.
+
+Where no file system holds all of a checkpoint (`Spread`), a rank first gets the files that it wants from
+other hosts, which verifies them, and a file is read by those alone that want some of it.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from shoal.checkpoint.load import Copy, copies_by_file, fill, in_order_of_file, 
 from shoal.checkpoint.manifest import FileRecord, Manifest
 from shoal.checkpoint.piece import Piece
 from shoal.checkpoint.reader import HashedPass
+from shoal.checkpoint.spread import Spread
 from shoal.checkpoint.verify import check_hash, check_size
 from shoal.errors import CheckpointError, TrainingError
 
@@ -36,6 +40,7 @@ def load_verified(
     *,
     fresh: Sequence[Piece] = (),
     in_use: Sequence[Piece] = (),
+    spread: Spread | None = None,
 ) -> None:
     """Fill pieces as `load` does, and compare every file of the checkpoint with its hash; all ranks call it.
 
@@ -46,6 +51,7 @@ def load_verified(
         fresh: Pieces that are filled as they are read. After an error their values mean nothing.
         in_use: Pieces that are filled once all files are known to be sound: after an error they are as
             before.
+        spread: How the checkpoints of a directory are spread over hosts, if there is such a directory.
 
     Raises:
         CheckpointError: A tensor is not in the checkpoint, or does not fit. All ranks raise the same error.
@@ -65,8 +71,14 @@ def load_verified(
 
     readers = _readers(manifest.files, attempt_together(coordinator, purpose, choose))
     to_verify = {name for name, rank in readers.items() if rank == coordinator.rank}
+    if spread is not None and path.parent != spread.directory:
+        spread = None
 
     def read() -> None:
+        if spread is not None:
+            wanted = mine.keys() | copies_by_file(manifest, in_use).keys()
+            to_verify.intersection_update(wanted)
+            spread.require(path, manifest, wanted)
         for name in to_verify:
             check_size(path / name, manifest.files[name])
         for name in sorted(mine.keys() | to_verify):

@@ -8,6 +8,9 @@
    directory, renames the directory to `step-N`, and syncs the parent. The rename makes it complete.
 4. Rank 0 deletes an earlier checkpoint of the same step, if there is one.
 
+Where no file system holds all of a checkpoint (`Spread`), the first rank of each host does what rank 0 does
+here, with the manifest of all files, and copies files of another host before step 3.
+
 After each of steps 1 to 3 the ranks tell each other the result. A crash or an error before the rename leaves
 the earlier checkpoints as they were; after the rename, the new one is there too. A link keeps its content
 when the checkpoint that it was made from is deleted.
@@ -22,12 +25,18 @@ from pathlib import Path
 from typing import Any, Self, final
 
 from shoal.checkpoint.chunks import Chunks
-from shoal.checkpoint.coordinator import Coordinator, attempt_for_rank_zero, attempt_on_rank_zero
+from shoal.checkpoint.coordinator import (
+    Coordinator,
+    attempt_for_rank_zero,
+    attempt_on_rank_zero,
+    attempt_together,
+)
 from shoal.checkpoint.directory import checkpoints, delete, free_path, staging_path, step_of, sweep
 from shoal.checkpoint.files import REAL_FILES, FileSystem, remove_tree, write_file
 from shoal.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, TensorRecord, merge
 from shoal.checkpoint.piece import Piece
 from shoal.checkpoint.shard import Shard, Values, describe, own_values
+from shoal.checkpoint.spread import Spread
 from shoal.errors import CheckpointError
 
 __all__ = ["Part", "Saver", "save"]
@@ -100,10 +109,15 @@ class Saver:
     Args:
         files: The FileSystem to write to.
         values: Function that gives a piece's elements when they are written; see `Shard`.
+
+    Attributes:
+        spread: The directory whose checkpoints are spread over hosts, if there is one. There each host keeps
+            only the newest.
     """
 
     def __init__(self, files: FileSystem = REAL_FILES, values: Values = own_values) -> None:
         self.files = files
+        self.spread: Spread | None = None
         self._values = values
         self._files: dict[str, FileRecord] = {}  # those of this rank, of the last save
         self._chunks = Chunks()
@@ -143,7 +157,11 @@ class Saver:
         """
         staging = staging_path(directory, step)
         purpose = f"cannot save step {step} in {directory}"
+        spread = self.spread if self.spread is not None and directory == self.spread.directory else None
+        acts = coordinator.rank == 0 if spread is None else spread.is_first
         try:
+            if spread is not None:
+                return self._save_spread(spread, staging, purpose, step, pieces, state, coordinator)
             attempt_on_rank_zero(coordinator, purpose, lambda: self._prepare(staging))
             target = attempt_for_rank_zero(
                 coordinator,
@@ -153,7 +171,7 @@ class Saver:
             )
         except BaseException:
             self._told, self._known = None, []
-            if coordinator.rank == 0:
+            if acts:
                 with contextlib.suppress(OSError):
                     remove_tree(staging, self.files)
             raise
@@ -165,6 +183,37 @@ class Saver:
             with contextlib.suppress(OSError):
                 older = [path for path in checkpoints(directory) if step_of(path) == step and path != target]
                 delete(older, self.files)
+        return target
+
+    def _save_spread(
+        self,
+        spread: Spread,
+        staging: Path,
+        purpose: str,
+        step: int,
+        pieces: Sequence[Piece],
+        state: Mapping[str, Any],
+        coordinator: Coordinator,
+    ) -> Path:
+        """Save a checkpoint of which each host keeps a part; return its directory on this host."""
+        acts = spread.is_first
+        attempt_together(coordinator, purpose, lambda: self._prepare(staging) if acts else None)
+        text: bytes = attempt_for_rank_zero(
+            coordinator,
+            purpose,
+            lambda: self._write_part(staging, coordinator.rank, pieces),
+            lambda parts: self._manifest(step, parts, state).to_json(),
+        )
+        manifest = Manifest.from_json(text)
+        attempt_together(coordinator, purpose, lambda: spread.copy(staging, manifest) if acts else None)
+        told = attempt_together(
+            coordinator, purpose, lambda: self._commit(staging, manifest) if acts else None
+        )
+        target = told[spread.first]
+        assert target is not None
+        if acts:
+            with contextlib.suppress(OSError):
+                delete([path for path in checkpoints(staging.parent) if path != target], self.files)
         return target
 
     def _prepare(self, staging: Path) -> None:

@@ -88,7 +88,8 @@ def advice_on(run: Run, cluster: str | None) -> list[Advice]:
             change="train with record.timeline=true, and ask again after some steps",
         )
     plan = SettledPlan.of(Plan.parse(text), batch)
-    return advices(timeline, plan, batch, _known(run, cluster))
+    data = described["config"].get("data")
+    return advices(timeline, plan, batch, _known(run, cluster), data if isinstance(data, dict) else None)
 
 
 def _known(run: Run, named: str | None) -> Known | None:

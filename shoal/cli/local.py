@@ -1,15 +1,16 @@
-"""Where a command gets the processes of its local ranks from."""
+"""What commands that start ranks share: where processes come from, and types of numbers for argparse."""
 
 from __future__ import annotations
 
 import argparse
+import math
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from shoal.launch import Nursery
 
-__all__ = ["nursery_for"]
+__all__ = ["nursery_for", "positive_seconds", "positive_whole", "whole"]
 
 
 def nursery_for(args: argparse.Namespace, module: str) -> AbstractContextManager[Nursery | None]:
@@ -24,3 +25,27 @@ def nursery_for(args: argparse.Namespace, module: str) -> AbstractContextManager
     from shoal.launch import open_nursery
 
     return open_nursery(module) if args.is_program else nullcontext()
+
+
+def positive_seconds(text: str) -> float:
+    """Return a number of seconds above 0, for argparse."""
+    seconds = float(text)
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is no number of seconds above 0")
+    return seconds
+
+
+def positive_whole(text: str) -> int:
+    """Return a whole number above 0, for argparse."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no whole number above 0")
+    return number
+
+
+def whole(text: str) -> int:
+    """Return a whole number from 0, for argparse."""
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} is below 0")
+    return number

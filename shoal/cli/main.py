@@ -15,9 +15,9 @@ from shoal.errors import ShoalError, WorkerError
 __all__ = ["main"]
 
 _COMMANDS = (
-    *("train", "sample", "report", "watch", "web", "compare", "advise", "what-if", "check", "schedule"),
-    *("plan", "scale", "simulate", "checkpoint", "bench", "aggregate", "cluster", "probe", "calibrate"),
-    *("validate", "export", "memory", "doctor", "hang", "completion"),
+    *("train", "launch", "sample", "report", "watch", "web", "compare", "advise", "what-if", "check"),
+    *("schedule", "plan", "scale", "simulate", "checkpoint", "bench", "aggregate", "cluster", "probe"),
+    *("calibrate", "validate", "export", "memory", "doctor", "hang", "drain", "completion"),
 )
 """Each is also the name of its module, with `_` for `-`."""
 

@@ -179,6 +179,7 @@ def _piece(piece: PieceMemory) -> dict[str, Any]:
         "place": piece.place,
         **piece.states._asdict(),
         "activations": piece.activations,
+        "activations_in_files": piece.stored,
     }
 
 
@@ -293,7 +294,10 @@ def _blocks_text(
     title: str, blocks: Sequence[Mapping[str, Any]], predicted: Mapping[str, Any] | None = None
 ) -> str:
     """Return the blocks' memory; equal ones that follow one another share a line."""
-    head = [title, *_STATES, "activations"]
+    names: tuple[str, ...] = (*_STATES, "activations")
+    if any(each.get("activations_in_files") for each in blocks):
+        names = *names, "activations_in_files"
+    head = [title, *(name.replace("_", " ") for name in names)]
     layers = [each for each in blocks if each["name"] != OUTSIDE]
     expected: list[float | None] = [None] * len(blocks)
     if predicted is not None:
@@ -306,8 +310,8 @@ def _blocks_text(
         (
             each["name"],
             [
-                *(_size(each[name]) for name in (*_STATES, "activations")),
-                *([] if len(head) == 5 else ["-" if one is None else _size(one)]),
+                *(_size(each[name]) for name in names),
+                *([_maybe(one)] if len(head) > 1 + len(names) else []),
             ],
         )
         for each, one in zip(blocks, expected, strict=True)
@@ -322,6 +326,10 @@ def _runs(lines: Iterable[tuple[str, list[str]]]) -> Iterable[tuple[list[str], l
 
 def _joined(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}, each"
+
+
+def _maybe(nbytes: float | None) -> str:
+    return "-" if nbytes is None else _size(nbytes)
 
 
 def _size(nbytes: float) -> str:

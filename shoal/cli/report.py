@@ -30,7 +30,7 @@ from shoal.cli.timelines import timeline_at
 from shoal.cli.verdict import verdict_summary, verdict_text
 from shoal.cluster import Cluster
 from shoal.cost.outlook import account_summary
-from shoal.diagnosis import verdict
+from shoal.diagnosis import told_by, verdict
 from shoal.errors import RunError, UserError
 from shoal.foreign import is_foreign
 from shoal.plan import Plan
@@ -120,8 +120,13 @@ def run(args: argparse.Namespace) -> int:
     cluster = Cluster.parse(args.cluster) if args.cluster is not None else recorded_cluster(opened)
     summary["account"] = account_summary(account(opened), opened.description, cluster)
     if breakdown is not None:
-        summary["verdict"] = verdict_summary(verdict(timeline))
-        summary |= _predicted(opened, cluster, timeline, is_asked=args.cluster is not None)
+        prediction = _prediction(opened, cluster, is_asked=args.cluster is not None)
+        summary["verdict"] = verdict_summary(verdict(timeline, **told_by(prediction)))
+        if prediction is not None:
+            summary |= {
+                "cluster": prediction.cluster.name,
+                "kinds": kinds_compared(prediction.seconds_by_kind(), timeline),
+            }
         if args.collectives:
             summary["each_collective"] = [asdict(each) for each in named_collectives(timeline)]
     if args.trace is not None:
@@ -164,21 +169,22 @@ def _report_foreign(args: argparse.Namespace) -> int:
     return 0
 
 
-def _predicted(run: Run, cluster: Cluster | None, measured: Timeline, *, is_asked: bool) -> dict[str, Any]:
-    """Return the comparison on the machines that are named, or that the run was given; empty without any.
+def _prediction(run: Run, cluster: Cluster | None, *, is_asked: bool) -> Prediction | None:
+    """Return the prediction on the machines that are named, or that the run was given; None without any.
 
     A failed prediction is an error only if the user asked for the prediction.
     """
     if cluster is None:
-        return {}
+        return None
     try:
-        predicted = Prediction.of(run, cluster).seconds_by_kind()
+        prediction = Prediction.of(run, cluster)
+        prediction.simulation  # noqa: B018 the first use plays the steps
     except UserError as error:
         if is_asked:
             raise
         print(f"not predicted: {error.given}", file=sys.stderr)
-        return {}
-    return {"cluster": cluster.name, "kinds": kinds_compared(predicted, measured)}
+        return None
+    return prediction
 
 
 def _exchanged(summary: Mapping[str, Any], timeline: Timeline) -> dict[str, float] | None:

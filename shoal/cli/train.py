@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import os
+import contextlib
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.local import nursery_for
+from shoal.cli.local import nursery_for, positive_seconds
+from shoal.cli.nodes import add_arguments, run_on_hosts
 from shoal.errors import ConfigError, PlanError, RunError, WorkerError
 from shoal.values import encode
 
@@ -31,8 +32,9 @@ with one local rank for each core. Under torchrun, srun or accelerate, it runs a
 started.
 Two dashes end torchrun's own options: torchrun --nproc-per-node 8 --no-python -- shoal train --run DIR
 
-Exit codes: 0 all steps done; 1 a rank failed; 2 wrong input; 75 stopped by Ctrl-C or SIGTERM after the state
-was saved (continue with --resume); 130 stopped before the state was saved.
+SIGTERM, SIGUSR1 and Ctrl-C end the run after its step, and save; a second Ctrl-C ends it at once.
+Exit codes: 0 all steps done; 1 a rank failed; 2 wrong input; 75 stopped by a signal after the state was saved
+(continue with --resume); 130 stopped before the state was saved.
 """
 
 
@@ -73,8 +75,16 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         metavar="N",
         type=int,
         default=10,
-        help="with --nproc MIN:MAX: how often failed ranks are started again, in total",
+        help="with --nproc MIN:MAX or --nodes: how often failed ranks are started again, in total",
     )
+    parser.add_argument(
+        "--grace",
+        metavar="SECONDS",
+        type=positive_seconds,
+        help="seconds that the system leaves from SIGTERM or SIGUSR1 to the kill, such as Slurm's --signal "
+        "or Kubernetes' grace period; if they do not suffice to save, the command says so and ends before",
+    )
+    add_arguments(parser)
     parser.add_argument("--run", metavar="DIR", type=Path, dest="directory", help="directory of the new run")
     parser.add_argument(
         "--resume",
@@ -113,11 +123,24 @@ def run(args: argparse.Namespace) -> int:
 
     # Where another program runs this one, its age says nothing.
     args.launched = time.time() - (process_age() if _is_program() else 0.0)
-    world = find_world()
+    world = None if args.nodes is not None else find_world()  # srun may have started it once on each host
     if world is not None:
-        return _as_rank(world, lambda: _checked_job(args, world.ranks))
+        return _as_rank(world, lambda: _checked_job(args, world.ranks), args.grace)
     with nursery_for(args, "shoal.train") as nursery:
-        return _on_this_machine(args, nursery)
+        return (_on_this_machine if args.nodes is None else _on_hosts)(args, nursery)
+
+
+def _on_hosts(args: argparse.Namespace, nursery: Nursery | None) -> int:
+    elasticity = _elasticity(args)
+    paths: list[Path] = []
+
+    def job_for(ranks: int) -> Job:
+        job = _checked_job(args, ranks)
+        paths.append(job.path)
+        return job
+
+    with _telling_how_to_go_on(paths), _noting_the_end(paths):
+        return run_on_hosts(args, job_for, None if elasticity is None else elasticity.least, nursery)
 
 
 def _is_program() -> bool:
@@ -127,7 +150,6 @@ def _is_program() -> bool:
 
 def _on_this_machine(args: argparse.Namespace, nursery: Nursery | None) -> int:
     from shoal.launch import RankLog, World, choose_device, keep_output
-    from shoal.run import Run, write_event
     from shoal.train import check, nothing_left_to_do
 
     elasticity = _elasticity(args)
@@ -139,15 +161,12 @@ def _on_this_machine(args: argparse.Namespace, nursery: Nursery | None) -> int:
         return 0
     check(job)
     choose_device(job.config.device, 0)
-    try:
+    with _noting_the_end([job.path]):
         if job.processes == 1 and elasticity is None:
             with keep_output(RankLog(job.path / "log", 0, 1)):
-                return _as_rank(World(rank=0, ranks=1, local_rank=0, master=("", 0)), lambda: job)
-        return _on_local_ranks(job, nursery, elasticity)
-    finally:
-        events = Run(job.path).events_file
-        if events.exists():
-            write_event(events, "ended", reason="the command ends")
+                world = World(rank=0, ranks=1, local_rank=0, master=("", 0))
+                return _as_rank(world, lambda: job, args.grace)
+        return _on_local_ranks(job, nursery, elasticity, args.grace)
 
 
 def _elasticity(args: argparse.Namespace) -> Elasticity | None:
@@ -189,7 +208,7 @@ def _require_elastic(job: Job, elasticity: Elasticity) -> None:
         )
 
 
-def _as_rank(world: World, choose: Callable[[], Job]) -> int:
+def _as_rank(world: World, choose: Callable[[], Job], grace: float | None) -> int:
     """Train as one rank; `run_rank` prints its error, and rank 0 then prints how to resume."""
     from shoal.launch import run_rank
     from shoal.train import execute
@@ -200,13 +219,15 @@ def _as_rank(world: World, choose: Callable[[], Job]) -> int:
         chosen.append(choose())
         return chosen[0]
 
-    code = run_rank(world.rank, partial(execute, noted, world))
+    code = run_rank(world.rank, partial(execute, noted, world), grace=grace)
     if code in _FAILED and world.rank == 0 and chosen and (text := _how_to_go_on(chosen[0].path)):
         print(text, file=sys.stderr)
     return code
 
 
-def _on_local_ranks(job: Job, nursery: Nursery | None, elasticity: Elasticity | None) -> int:
+def _on_local_ranks(
+    job: Job, nursery: Nursery | None, elasticity: Elasticity | None, grace: float | None
+) -> int:
     from shoal.launch import launch, launch_elastic
     from shoal.run import Run
     from shoal.train import FOLDER, memory_folder
@@ -215,32 +236,54 @@ def _on_local_ranks(job: Job, nursery: Nursery | None, elasticity: Elasticity | 
     with tempfile.NamedTemporaryFile(prefix="shoal-", suffix=".job") as file:
         file.write(encode(job))
         file.flush()
-        try:
-            command = [sys.executable, "-m", "shoal.train", file.name]
-            if elasticity is not None:
-                with memory_folder() as folder:
-                    given = {} if folder is None else {FOLDER: str(folder)}
-                    return launch_elastic(
-                        command,
-                        job.processes,
-                        elasticity,
-                        {**os.environ, **given},
-                        logs=job.path / "log",
-                        events=run.members_file,
-                        nursery=nursery,
-                    )
-            return launch(
-                command,
-                job.processes,
-                logs=job.path / "log",
-                events=run.events_file,
-                nursery=nursery,
-                units=job.units,
-            )
-        except WorkerError as error:
-            if error.exit_code in _FAILED and (text := _how_to_go_on(job.path)):
+        command = [sys.executable, "-m", "shoal.train", file.name]
+        with _telling_how_to_go_on([job.path]):
+            if elasticity is None:
+                return launch(
+                    command,
+                    job.processes,
+                    logs=job.path / "log",
+                    events=run.events_file,
+                    nursery=nursery,
+                    units=job.units,
+                    grace=grace,
+                )
+            with memory_folder() as folder:
+                return launch_elastic(
+                    command,
+                    job.processes,
+                    elasticity,
+                    {} if folder is None else {FOLDER: str(folder)},
+                    logs=job.path / "log",
+                    events=run.members_file,
+                    nursery=nursery,
+                    grace=grace,
+                )
+
+
+@contextlib.contextmanager
+def _noting_the_end(runs: Sequence[Path]) -> Iterator[None]:
+    """Note in the events of a run that its command ends."""
+    from shoal.run import Run, write_event
+
+    try:
+        yield
+    finally:
+        for run in runs:
+            if (events := Run(run).events_file).exists():
+                write_event(events, "ended", reason="the command ends")
+
+
+@contextlib.contextmanager
+def _telling_how_to_go_on(runs: Sequence[Path]) -> Iterator[None]:
+    """Add to the failure of a rank how to resume its run."""
+    try:
+        yield
+    except WorkerError as error:
+        for run in runs:
+            if error.exit_code in _FAILED and (text := _how_to_go_on(run)):
                 error.detail = f"{error.detail}\n\n{text}".lstrip()
-            raise
+        raise
 
 
 def _how_to_go_on(run: Path) -> str:

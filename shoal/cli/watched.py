@@ -8,15 +8,17 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, final
 
-from shoal.diagnosis import Verdict, verdict
+from shoal.diagnosis import Told, Verdict, told_by, verdict
+from shoal.errors import ShoalError
 from shoal.run import Account, FollowedAccount, Run
 from shoal.run.alive import is_alive
 from shoal.run.follow import FollowedFile, sampled_lines
 from shoal.run.metrics import NOT_FINITE
-from shoal.simulate import mark_bubbles
+from shoal.simulate import Prediction, mark_bubbles, recorded_cluster
 from shoal.timeline import Breakdown, Kind, Span, Timeline, explain
 from shoal.timeline.lines import parse_span
 
@@ -145,7 +147,7 @@ class WatchedRun:
         if is_new or self._judged is None:
             timeline = self._timeline()
             breakdown = explain(timeline) if timeline.steps() else None
-            self._judged = timeline, breakdown, verdict(timeline)
+            self._judged = timeline, breakdown, verdict(timeline, **self._told)
         timeline, breakdown, judged = self._judged
         return Seen(
             description=self._run.description,
@@ -161,6 +163,15 @@ class WatchedRun:
             quiet=max(0.0, time.time() - self._changed),
             unread=self._unread + sum(each.unread for each in self._ranks.values()),
         )
+
+    @cached_property
+    def _told(self) -> Told:
+        """What a model of the run's machines tells; nothing if the run does not say enough."""
+        try:
+            cluster = recorded_cluster(self._run)
+            return told_by(None if cluster is None else Prediction.of(self._run, cluster))
+        except (ShoalError, KeyError, TypeError, AttributeError, ValueError):
+            return told_by(None)
 
     def _take(self, line: str, after: int = -1) -> None:
         try:

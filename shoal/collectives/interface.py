@@ -10,7 +10,7 @@ from pathlib import Path
 
 from shoal.errors import ConfigError, nearest
 
-__all__ = ["address_towards", "find_interface_address", "numeric_address", "split_address"]
+__all__ = ["address_towards", "find_interface_address", "interface_with", "numeric_address", "split_address"]
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 _LARGEST_PORT = 65535
@@ -60,6 +60,12 @@ def find_interface_address(name: str) -> str:
             change="set SHOAL_INTERFACE to another one",
         )
     return address
+
+
+def interface_with(address: str) -> str | None:
+    """Return the interface that has an address; None if none has."""
+    names = [interface for _, interface in socket.if_nameindex()]
+    return next((name for name in names if address in (_ipv4_address(name), _ipv6_address(name))), None)
 
 
 def split_address(address: str, name: str) -> tuple[str, int]:

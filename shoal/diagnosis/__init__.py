@@ -9,6 +9,7 @@ from shoal.diagnosis.bottleneck import Bottleneck
 from shoal.diagnosis.cause import Cause, Pattern
 from shoal.diagnosis.policy import POLICY, Policy
 from shoal.diagnosis.straggler import Straggler
+from shoal.diagnosis.told import Told, told_by
 from shoal.diagnosis.verdict import Verdict, verdict
 
 __all__ = [
@@ -18,6 +19,8 @@ __all__ = [
     "Pattern",
     "Policy",
     "Straggler",
+    "Told",
     "Verdict",
+    "told_by",
     "verdict",
 ]

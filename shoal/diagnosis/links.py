@@ -73,7 +73,7 @@ def find_slow_links(
         policy: The thresholds.
         predicted: Seconds of a transfer that a model predicts, by the name of its collective.
     """
-    found = _transfers(meetings, works, set(steps), predicted or {})
+    found = _transfers(meetings, works, set(steps), predicted or {}, policy)
     wall = median(work.steps[step].wall for work in works.values() for step in steps)
     slow, normal = [], set[_Group]()
     for kind, groups in found.items():
@@ -97,6 +97,7 @@ def _transfers(
     works: Mapping[int, OwnWork],
     steps: set[int],
     predicted: Mapping[str, float],
+    policy: Policy,
 ) -> dict[_Class, dict[_Group, _Transfers]]:
     found: dict[_Class, dict[_Group, _Transfers]] = {}
     ended: dict[_Group, float] = {}
@@ -114,7 +115,7 @@ def _transfers(
             length(intersect(works[rank].steps[step].idle, [(begin, stop)])) for rank in meeting.spans
         )
         each.exposed[step] = each.exposed.get(step, 0.0) + exposed
-        each.is_predicted &= meeting.name in predicted
+        each.is_predicted &= predicted.get(meeting.name, 0.0) >= policy.least_predicted
         each.predicted[step] = each.predicted.get(step, 0.0) + predicted.get(meeting.name, 0.0)
     return found
 
@@ -132,10 +133,10 @@ def _slow(
     if others:
         judged = [step for step in judged if all(step in each.seconds for each in others)]
         normal = [median(each.seconds[step] for each in others) for step in judged]
-        against = "than the same in other groups"
+        against, least = "than the same in other groups", policy.slow_link
     elif transfers.is_predicted:
         normal = [transfers.predicted[step] for step in judged]
-        against = "than predicted"
+        against, least = "than predicted", policy.slow_predicted
     else:
         return None
     if len(judged) < policy.fewest_steps or median(normal) <= 0:
@@ -143,7 +144,7 @@ def _slow(
     measured = [transfers.seconds[step] for step in judged]
     excess = [one - other for one, other in zip(measured, normal, strict=True)]
     ratio = median(measured) / median(normal)
-    if ratio < policy.slow_link or errors_from_zero(excess) < policy.certainty:
+    if ratio < least or errors_from_zero(excess) < policy.certainty:
         return None
     exposed = [min(transfers.exposed[step], more) for step, more in zip(judged, excess, strict=True)]
     return _Slow(group, kind, ratio, median(excess), max(median(exposed), 0.0), against)

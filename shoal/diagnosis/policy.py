@@ -37,6 +37,10 @@ class Policy:
         periodic: Autocorrelation from which on late steps are periodic.
         slow_link: Ratio of transfer times, to the same transfer in other groups, from which on a link is
             slow.
+        slow_predicted: The same ratio where a transfer has only a prediction to be held to, which may be
+            wrong itself.
+        least_predicted: Seconds that such a transfer must be predicted to take at least: the latency of
+            shorter ones is the host's.
         whole: Share of the collectives of which all members must be found in the timeline.
     """
 
@@ -59,6 +63,8 @@ class Policy:
     late_often: float = 0.7
     periodic: float = 0.4
     slow_link: float = 1.3
+    slow_predicted: float = 2.0
+    least_predicted: float = 0.0005
     whole: float = 0.9
 
 

@@ -10,6 +10,7 @@ from shoal.diagnosis.bottleneck import ADVICE, Bottleneck, bottleneck_of
 from shoal.diagnosis.links import find_slow_links
 from shoal.diagnosis.own_work import OwnWork, own_work
 from shoal.diagnosis.policy import POLICY, Policy
+from shoal.diagnosis.ring_links import find_slow_ring_links, is_ring
 from shoal.diagnosis.straggler import Straggler, find_stragglers, peers_of
 from shoal.timeline import Kind, Meeting, Parts, Timeline, explain, meetings
 from shoal.timeline.parts import mean
@@ -93,7 +94,8 @@ def verdict(
     stragglers: list[Straggler] = []
     if is_joined:
         stragglers = find_stragglers(works, held_up(met, works), steps, policy)
-        stragglers += find_slow_links(met, works, steps, policy, predicted)
+        rings = find_slow_ring_links(met, works, steps, policy, timeline.clock_error or 0.0)
+        stragglers += rings or find_slow_links(met, works, steps, policy, predicted)
         stragglers.sort(key=lambda each: -each.seconds)
     breakdown = explain(timeline)
     by_rank = [[rank.steps[step] for step in steps] for rank in breakdown.ranks]
@@ -178,8 +180,11 @@ def _missing(
             "arrivals between hosts, exactly: their clocks were not compared, so they are as exact as the "
             "wall clocks."
         )
-    if predicted is None and len({each.group for each in between}) == 1:
-        missing.append("whether a link is slow: there is one group only, and no predicted time to compare.")
+    if not predicted and len({each.group for each in between}) == 1 and not any(map(is_ring, between)):
+        missing.append(
+            "whether a link is slow: there is one group only, no predicted time to compare, and no ring of "
+            "three ranks whose ends could tell."
+        )
     if not any(span.kind == Kind.DATA_WAIT for span in timeline):
         missing.append("how long ranks wait for data: the timeline has no such spans.")
     return missing

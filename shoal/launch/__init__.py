@@ -1,41 +1,81 @@
 """Starts ranks, finds out which rank this process is, and reports how ranks ended.
 
 Nouns: World (the ranks that this process is one of), Outcome (how a rank ended), StopSignal (a request to
-stop), Nursery (the process that ranks are forked from). `shoal train` calls `launch` where no other launcher
-started ranks; the trainer's processes call `join` and `run_rank`.
+stop), Nursery (the process that ranks are forked from), Meeting (the hosts of a run), Peer (another host).
+`shoal train` calls `launch` where no other launcher started ranks, `launch_elastic` if these may be lost, and
+`lead` or `follow` on each of several hosts; the trainer's processes call `join` and `run_rank`.
 """
 
+from shoal.launch.agent import ALONE, open_store, ranks_here
 from shoal.launch.devices import choose_device
+from shoal.launch.drain import ask_to_leave
 from shoal.launch.elastic import Elasticity, launch_elastic
+from shoal.launch.ended import Ended
+from shoal.launch.follow import follow
+from shoal.launch.hosts import Meeting, lead, open_meeting
 from shoal.launch.kernel import process_age
-from shoal.launch.launcher import TERMINAL, launch
-from shoal.launch.membership import Generation, Membership
+from shoal.launch.launcher import TERMINAL, launch, launch_on_node
+from shoal.launch.membership import PEER, Generation, Membership
+from shoal.launch.memory_files import MANIFEST, Held, Peer, held_in, is_there
+from shoal.launch.messages import NOW, PING, Here, Task, from_line, to_line
+from shoal.launch.node import Node
 from shoal.launch.nursery import Nursery, open_nursery
 from shoal.launch.outcome import EXIT_STOPPED, Outcome, root_cause
-from shoal.launch.output import RankLog, keep_output
+from shoal.launch.output import RankLog, keep_output, pass_on
+from shoal.launch.stopping import SAVE, signals_noted
+from shoal.launch.token import TOKEN_FILE, find_token, read_token
 from shoal.launch.worker import StopSignal, run_rank
 from shoal.launch.world import World, find_world, join, meet
 
 __all__ = [
+    "ALONE",
     "EXIT_STOPPED",
+    "MANIFEST",
+    "NOW",
+    "PEER",
+    "PING",
+    "SAVE",
     "TERMINAL",
+    "TOKEN_FILE",
     "Elasticity",
+    "Ended",
     "Generation",
+    "Held",
+    "Here",
+    "Meeting",
     "Membership",
+    "Node",
     "Nursery",
     "Outcome",
+    "Peer",
     "RankLog",
     "StopSignal",
+    "Task",
     "World",
+    "ask_to_leave",
     "choose_device",
+    "find_token",
     "find_world",
+    "follow",
+    "from_line",
+    "held_in",
+    "is_there",
     "join",
     "keep_output",
     "launch",
     "launch_elastic",
+    "launch_on_node",
+    "lead",
     "meet",
+    "open_meeting",
     "open_nursery",
+    "open_store",
+    "pass_on",
     "process_age",
+    "ranks_here",
+    "read_token",
     "root_cause",
     "run_rank",
+    "signals_noted",
+    "to_line",
 ]

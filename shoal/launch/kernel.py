@@ -15,7 +15,12 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 
 def name_process(name: str) -> None:
-    """Show this process as `name` in `ps` and `top`, which keep 15 characters of the name."""
+    """Show this process as `name` in `ps` and `top`, which keep 15 characters of the name.
+
+    It must have no space: what reads /proc/PID/stat word by word, such as Slurm's linuxproc, would not find
+    the process, and so send it no signal.
+    """
+    assert " " not in name
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode())
 

@@ -12,14 +12,30 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import final
+from typing import Protocol, final
 
 from shoal.launch.nursery import ForkedRank, Nursery
 from shoal.launch.output import NamedLines, RankLog, pass_on
 
-__all__ = ["LocalRanks"]
+__all__ = ["LocalRanks", "Processes"]
 
 _AT_ONCE = 1 << 16  # bytes to read from a pipe at once: the capacity of a pipe
+
+
+class Processes(Protocol):
+    """Processes of ranks, on this host or on several."""
+
+    def running(self) -> list[int]:
+        """Return the ranks that have not ended."""
+
+    def stopped(self) -> list[int]:
+        """Return the ranks whose processes are stopped."""
+
+    def signal(self, number: int, ranks: Collection[int] | None = None) -> None:
+        """Send a signal to those of some ranks that have not ended; by default to all."""
+
+    def listen(self, seconds: float) -> None:
+        """Pass on the next output of ranks. Return when some was passed on, or after `seconds`."""
 
 
 @final
@@ -31,24 +47,30 @@ class LocalRanks:
 
     Args:
         command: A program and its arguments, equal for all ranks.
-        environments: The environment of each rank.
+        environments: The environment of each rank, by its number.
         logs: The directory in which the output is also kept; None to keep nothing.
         nursery: The Nursery that ranks are forked from; None to start a program for each.
+        host: This host's name, for lines of output, where there are several; empty if all ranks are here.
     """
 
     def __init__(
         self,
         command: Sequence[str],
-        environments: Sequence[Mapping[str, str]],
+        environments: Mapping[int, Mapping[str, str]],
         logs: Path | None,
         nursery: Nursery | None = None,
+        host: str = "",
     ) -> None:
+        self._host = host
         self._command = command
         self._environments = environments
         self._nursery = nursery
         self._outputs = selectors.DefaultSelector()
-        self._logs = [RankLog(logs, rank, len(environments)) for rank in range(len(environments))]
-        self._processes = [self._start(rank, environment) for rank, environment in enumerate(environments)]
+        self._logs = {
+            rank: RankLog(logs, rank, int(each.get("WORLD_SIZE", len(environments))))
+            for rank, each in environments.items()
+        }
+        self._processes = {rank: self._start(rank, each) for rank, each in environments.items()}
 
     def __enter__(self) -> LocalRanks:
         return self
@@ -56,16 +78,20 @@ class LocalRanks:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.signal(signal.SIGKILL)
-        for process in self._processes:
-            process.wait()
+        self.end()
         while self._outputs.get_map() and self._outputs.select(0):
             self.listen(0)
         for key in list(self._outputs.get_map().values()):  # a child that outlives its rank may hold these
             self._close_output(key)
         self._outputs.close()
-        for log in self._logs:
+        for log in self._logs.values():
             log.close()
+
+    def end(self) -> None:
+        """Kill the ranks that are left, and wait until they have ended."""
+        self.signal(signal.SIGKILL)
+        for process in self._processes.values():
+            process.wait()
 
     def start_again(self, rank: int, changes: Mapping[str, str]) -> None:
         """Start a rank that has ended once more, with some changes of its environment."""
@@ -73,11 +99,11 @@ class LocalRanks:
 
     def running(self) -> list[int]:
         """Return the ranks that have not ended."""
-        return [rank for rank, process in enumerate(self._processes) if process.poll() is None]
+        return [rank for rank, process in self._processes.items() if process.poll() is None]
 
     def exit_codes(self) -> dict[int, int]:
         """Return the exit code of each rank that has ended; negative for the signal that ended it."""
-        codes = {rank: process.poll() for rank, process in enumerate(self._processes)}
+        codes = {rank: process.poll() for rank, process in self._processes.items()}
         return {rank: code for rank, code in codes.items() if code is not None}
 
     def stopped(self) -> list[int]:
@@ -111,7 +137,7 @@ class LocalRanks:
         process = _start(self._command, environment, (pipes[0][1], pipes[1][1]), self._nursery)
         for descriptor, (reading, writing) in enumerate(pipes, start=1):
             os.close(writing)
-            lines = NamedLines(rank, overwrites=os.isatty(descriptor))
+            lines = NamedLines(rank, overwrites=os.isatty(descriptor), host=self._host)
             told = descriptor, self._logs[rank], lines
             self._outputs.register(os.fdopen(reading, "rb"), selectors.EVENT_READ, told)
         return process

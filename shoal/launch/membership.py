@@ -1,7 +1,7 @@
 """Which processes train together, where ranks may be lost and come: generations of members.
 
 A member is a process, with a number that it keeps. A generation is a list of members; a member's place in it
-is its rank. The launcher alone makes generations, and puts each into the store of the ranks:
+is its rank. One launcher alone makes generations, and puts each into the store of the ranks:
 
     launcher                               members
       generation 0: members 0, 1, 2 ------> form a group, train
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,9 +34,13 @@ MEMBER = "SHOAL_MEMBER"
 AFTER = "SHOAL_AFTER"
 """Environment variable: the generation that was newest when the member was started; "-1" for none."""
 
+PEER = "SHOAL_PEER"
+"""Environment variable: address and port at which the launcher of this host serves files to others."""
+
 _PREFIX = "members"
 _NEWEST = "newest"
-_LOOK = 0.02  # seconds between two looks at the store
+_LOOK = 0.02  # seconds between two looks at the store of a member that waits
+_WATCH = 0.05  # seconds between two looks while it trains
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +84,10 @@ class Roster:
     def is_ready(self, member: int) -> bool:
         """Whether a member that was started has come."""
         return bool(self._store.check([_ready(member)]))
+
+    def is_told_broken(self) -> bool:
+        """Whether a member of the newest generation has told that its group has failed."""
+        return bool(self._store.check([_broken(self.newest)]))
 
 
 @final
@@ -128,6 +137,7 @@ class Membership:
 
     def ready(self) -> None:
         """Tell the launcher that this process can train, and begin to watch."""
+        self._store.set(_peer(self.member), os.environ.get(PEER, ""))
         self._store.set(_ready(self.member), "")
         self._thread.start()
 
@@ -158,6 +168,16 @@ class Membership:
             time.sleep(_LOOK)
         return None
 
+    def peers(self) -> list[str]:
+        """Return where the launchers of this generation's members serve files, if they do."""
+        told = [self._store.get(_peer(member)).decode() for member in self.generation.members]
+        return list(dict.fromkeys(filter(None, told)))
+
+    def tell_broken(self) -> None:
+        """Tell the launcher that the group of this generation has failed."""
+        with contextlib.suppress(RuntimeError):  # the launcher is gone, and this process ends with it
+            self._store.set(_broken(self.generation.number), "")
+
     def leads_next(self, seconds: float) -> bool:
         """Wait for the next generation, and return whether this member is its first one.
 
@@ -179,7 +199,7 @@ class Membership:
     def _watch(self) -> None:
         """Note newer generations; end the communication of one that is broken."""
         with contextlib.suppress(RuntimeError):  # the launcher is gone, and this process ends with it
-            while not self._is_closed.wait(_LOOK):
+            while not self._is_closed.wait(_WATCH):
                 newest = self._newest()
                 with self._lock:
                     if newest is None or newest.number <= self.generation.number:
@@ -202,6 +222,14 @@ class Membership:
 
 def _here(generation: int, member: int) -> str:
     return f"{generation} has {member}"
+
+
+def _broken(generation: int) -> str:
+    return f"{generation} is broken"
+
+
+def _peer(member: int) -> str:
+    return f"peer of {member}"
 
 
 def _ready(member: int) -> str:

@@ -227,7 +227,7 @@ def _run(module: str, arguments: Sequence[str], environment: Mapping[str, str], 
     """Run a module as the program of this process, and end the process."""
     code = 1
     try:
-        name_process(f"shoal rank {environment['RANK']}" if "RANK" in environment else "shoal")
+        name_process(f"shoal-rank-{environment['RANK']}" if "RANK" in environment else "shoal")
         os.environ.clear()
         os.environ.update(environment)
         _use_threads(environment)

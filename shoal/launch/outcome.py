@@ -17,11 +17,9 @@ from pathlib import Path
 
 from shoal.errors import CheckpointError, CommunicationError, ShoalError, UserError, WorkerError
 from shoal.hang import HangVerdict
+from shoal.submit import EXIT_STOPPED
 
 __all__ = ["EXIT_STOPPED", "Outcome", "root_cause"]
-
-EXIT_STOPPED = 75
-"""Exit code of a run that a signal stopped and that saved its state to be resumed; BSD's EX_TEMPFAIL."""
 
 _CLEAR = UserError, CheckpointError
 """Errors whose messages name what was wrong, and where: a traceback would hide that."""

@@ -61,15 +61,19 @@ class NamedLines:
     """The output of a rank as it goes into the stream of all ranks.
 
     Rank 0 speaks for the run: its output is passed on as it comes. Each line of another rank is passed on
-    whole, with the rank's number before it, so that lines of different ranks never mix.
+    whole, with the rank's number before it, so that lines of different ranks never mix. With several hosts
+    that is so for rank 0 too, and the host stands before the number.
 
     Args:
         rank: The global rank.
         overwrites: Whether the stream is a terminal, on which rank 0 may have an unfinished line.
+        host: The host's name where there are several; empty if there is one.
     """
 
-    def __init__(self, rank: int, *, overwrites: bool) -> None:
-        self._before = b"" if rank == 0 else (_OVERWRITE if overwrites else b"") + f"[rank {rank}] ".encode()
+    def __init__(self, rank: int, *, overwrites: bool, host: str = "") -> None:
+        name = f"[{host} rank {rank}] " if host else f"[rank {rank}] "
+        is_alone = rank == 0 and not host
+        self._before = b"" if is_alone else (_OVERWRITE if overwrites else b"") + name.encode()
         self._torn = b""
 
     def take(self, data: bytes) -> bytes:

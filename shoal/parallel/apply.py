@@ -43,7 +43,7 @@ from shoal.parallel.precision import cast_inputs, kept_in_fp32
 from shoal.parallel.tensor.tensor import TensorCuts, cut_tensors, layout_of, tensor_parallel
 from shoal.parallel.tensor.tensor_layout import TensorLayout
 from shoal.parallel.whole import Whole
-from shoal.plan import Plan
+from shoal.plan import Plan, block_choices
 from shoal.record import NullRecorder, Recorder
 
 __all__ = ["parallelize", "require_layout", "require_trainable"]
@@ -150,12 +150,13 @@ def parallelize(
         unfilled=frozenset(unfilled),
     )
     if pieces is None:
-        _recompute(blocks, len(blocks), plan, on)
+        _compile(blocks, len(blocks), plan, on)
         strategies, pipeline = [_strategy(setup, plan)], None
     else:
         strategies, pipeline = _staged(setup, pieces, plan, deferral, recorder, on)
     if storage is not None and storage.tiers.activations == "file":
-        store_activations(storage, model, blocks)
+        here = [blocks] if pieces is None else [pieces.blocks_of(each) for each in pieces.of(axes.pp.index)]
+        store_activations(storage, model, plan, here, len(blocks))
     return Parallel(
         model,
         plan,
@@ -251,7 +252,7 @@ def _staged(
             entry=entry,
             compressing=Compressing.of(plan),
         )
-        _recompute(blocks, len(setup.blocks), plan, device)
+        _compile(blocks, len(setup.blocks), plan, device)
         taken |= stage.names
         here.append(StageHere(entry, _strategy(own, plan), deferral))
     return (
@@ -260,11 +261,10 @@ def _staged(
     )
 
 
-def _recompute(blocks: Sequence[nn.Module], every: int, plan: Plan, device: torch.device) -> None:
+def _compile(blocks: Sequence[nn.Module], every: int, plan: Plan, device: torch.device) -> None:
     """Compile and recompute the blocks of a stage, of `every` ones that the model has."""
-    recomputed = plan.recomputed
-    again = recomputed.count(len(blocks), every)
-    compile_blocks(blocks, recomputed.policy, plan.compile, device, again)
+    again = block_choices(plan, len(blocks), every).recomputed
+    compile_blocks(blocks, plan.recomputed.policy, plan.compile, device, again)
 
 
 def _strategy(setup: Setup, plan: Plan) -> Strategy:

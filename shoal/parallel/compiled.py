@@ -17,7 +17,7 @@ it end one graph, and another begins after them. Blocks of one kind share their 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from typing import Any
 
@@ -44,7 +44,7 @@ def compile_blocks(
     recompute: str,
     compile: str = "none",
     device: torch.device | None = None,
-    again: int | None = None,
+    again: Container[int] | None = None,
 ) -> None:
     """Wrap the blocks' forward, within their hooks, so that recomputing does not run these again.
 
@@ -53,7 +53,7 @@ def compile_blocks(
         recompute: none, selective or full.
         compile: none or blocks.
         device: Device of the parameters; None for a CPU.
-        again: Number of the blocks, the first ones, that recompute; None for all. Others keep everything.
+        again: Places of the blocks that recompute; None for all. Others keep everything.
     """
     compiler: Any = None
     if compile == "blocks":
@@ -65,7 +65,7 @@ def compile_blocks(
         config.recompile_limit = max(config.recompile_limit, _GRAPHS_PER_BLOCK * len(blocks))
         config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
     for number, block in enumerate(blocks):
-        forward, policy = block.forward, recompute if again is None or number < again else "none"
+        forward, policy = block.forward, recompute if again is None or number in again else "none"
         if policy == "selective":
             contexts = partial(create_selective_checkpoint_contexts, _keep_expensive)
             forward = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)

@@ -8,6 +8,7 @@ Nouns: Plan (how a step is laid over the devices), SettledPlan (a Plan with a fi
     `shoal.parallel`, timed by the simulator. Imports no torch.
 """
 
+from shoal.plan.block_choices import BlockChoices, block_choices
 from shoal.plan.boundary import Boundary
 from shoal.plan.choices import CHOICES, DEGREES
 from shoal.plan.compression import BLOCK, CHUNK, Compression
@@ -41,6 +42,7 @@ __all__ = [
     "SYNCHRONOUS",
     "UNSHARDED",
     "VARIED",
+    "BlockChoices",
     "Boundary",
     "Compression",
     "Exchange",
@@ -53,6 +55,7 @@ __all__ = [
     "Sharding",
     "Shares",
     "Tiers",
+    "block_choices",
     "divisors",
     "element_bytes",
     "legal_plans",

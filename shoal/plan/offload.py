@@ -5,7 +5,8 @@ The text form joins parts by `+`, each with its place: `optimizer:file+gradients
     optimizer    the optimizer's state of each element, such as Adam's moments
     gradients    shards of the sums of gradients
     parameters   shards of the parameters, from which each block gathers its weights
-    activations  what the blocks' forwards save for backward
+    activations  what the blocks' forwards save for backward; with a number, such as activations:file:8, that
+                 of so many of the model's blocks
 
 The optimizer reads and writes the first three block by block, so gradients and parameters go with it.
 """
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shoal.errors import PlanError, nearest
+from shoal.plan.recompute import share_of_blocks
 from shoal.plan.sharding import Sharding
 
 __all__ = ["BLOCK_ELEMENTS", "BUFFERS", "DEVICE", "GRANULE", "OFFLOADED", "PLACES", "Tiers"]
@@ -51,12 +53,14 @@ class Tiers:
         gradients: The place of the shards of gradients.
         parameters: The place of the shards of parameters.
         activations: The place of what blocks save for backward.
+        blocks: Number of the model's blocks whose activations are in that place; None for all.
     """
 
     optimizer: str = "device"
     gradients: str = "device"
     parameters: str = "device"
     activations: str = "device"
+    blocks: int | None = None
 
     @classmethod
     def parse(cls, text: str) -> Tiers:
@@ -68,13 +72,25 @@ class Tiers:
         return DEVICE if text == OFFLOADED else _parsed(text)
 
     def __str__(self) -> str:
-        return "+".join(f"{part}:{place}" for part, place in self.moved.items()) or OFFLOADED
+        text = "+".join(f"{part}:{place}" for part, place in self.moved.items()) or OFFLOADED
+        return text if self.blocks is None else f"{text}:{self.blocks}"  # activations are the last part
 
     @property
     def moved(self) -> dict[str, str]:
         """Return the place of each part that is not on the device."""
         places = {part: getattr(self, part) for part in PLACES}
         return {part: place for part, place in places.items() if place != "device"}
+
+    def stored_blocks(self, blocks: int, every: int) -> int:
+        """Return how many blocks of a pipeline stage have activations in a file.
+
+        Args:
+            blocks: The stage's blocks.
+            every: The model's blocks.
+        """
+        if self.activations == "device":
+            return 0
+        return blocks if self.blocks is None else share_of_blocks(self.blocks, blocks, every)
 
     @property
     def has_files(self) -> bool:
@@ -110,7 +126,7 @@ class Tiers:
             raise PlanError(
                 f"{given} was given, and the optimizer would hold its state in memory for all parameters",
                 possible="gradients and parameters in files together with the optimizer's state",
-                change=f"write offload={Tiers(**{**self.moved, 'optimizer': 'file'})}",
+                change=f"write offload={replace(self, optimizer='file')}",
             )
         if self.gradients != "device" and not (sharding.cuts_gradients and sharding.cuts_weights):
             raise PlanError(
@@ -131,11 +147,15 @@ DEVICE = Tiers()
 """All state on the device."""
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1 << 10)
 def _parsed(text: str) -> Tiers:
     places: dict[str, str] = {}
+    blocks = None
     for item in text.split("+"):
         part, _, place = (word.strip() for word in item.partition(":"))
+        if part == "activations" and ":" in place:
+            place, _, number = (word.strip() for word in place.partition(":"))
+            blocks = _number(text, number)
         if part not in PLACES or place not in PLACES[part] or part in places:
             is_known = part in PLACES
             guess = nearest(place, PLACES[part]) if is_known else nearest(part, PLACES)
@@ -147,4 +167,14 @@ def _parsed(text: str) -> Tiers:
                 change="write, for example, offload=optimizer:file",
             )
         places[part] = place
-    return Tiers(**places)
+    return Tiers(**places, blocks=blocks)
+
+
+def _number(text: str, number: str) -> int:
+    if not number.isdecimal() or int(number) == 0:
+        raise PlanError(
+            f"offload={text} does not say for how many blocks activations are in files",
+            possible="activations:file, alone or with a number of blocks above 0, such as activations:file:8",
+            change="write, for example, offload=activations:file:8",
+        )
+    return int(number)

@@ -93,8 +93,9 @@ class Plan:
         reduce: Type in which ranks send each other gradients, fp32 or bf16.
         order: The axes, outermost first: ranks that differ along the last one are neighbours, and those that
             differ along the first one are farthest apart. Any order of pp, dp, cp and tp.
-        offload: Parts kept outside of the device, joined by +: optimizer:file or optimizer:host, with zero3
-            gradients:file and parameters:file, and activations:file. On CPUs optimizer:host changes nothing.
+        offload: Parts kept outside of the device, joined by +: optimizer:file or optimizer:host (no change on
+            CPUs), with zero3 gradients:file and parameters:file, and activations:file, or activations:file:8
+            for 8 blocks.
         compile: What torch.compile compiles: nothing (none), or each block and the loss (blocks). auto is
             blocks on GPUs where the cost model predicts that it is quicker, and none elsewhere.
     """

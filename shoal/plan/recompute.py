@@ -1,9 +1,7 @@
 """Recompute: what a block's backward computes again, and in how many blocks.
 
 The text form is a policy, `none`, `selective` or `full`, for all blocks, or with a number of the model's
-blocks, such as `full:8`. A pipeline stage has its share of them, rounded up. They are the first ones of each
-stage: in backward they come last, when what the other blocks kept is free again, so that the tensors that are
-made again add nothing to the peak.
+blocks, such as `full:8`. A pipeline stage has its share of them, rounded up: `block_choices` says which.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from functools import lru_cache
 from shoal.errors import PlanError
 from shoal.plan.choices import CHOICES, require_choice
 
-__all__ = ["Recompute"]
+__all__ = ["Recompute", "share_of_blocks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +45,18 @@ class Recompute:
         """
         if self.blocks is None:
             return blocks
-        return min(blocks, -(-self.blocks * blocks // every)) if every else 0
+        return share_of_blocks(self.blocks, blocks, every)
+
+
+def share_of_blocks(number: int, blocks: int, every: int) -> int:
+    """Return a stage's share of a number of the model's blocks, rounded up.
+
+    Args:
+        number: The number of the model's blocks.
+        blocks: The stage's blocks.
+        every: The model's blocks.
+    """
+    return min(blocks, -(-number * blocks // every)) if every else 0
 
 
 @lru_cache(maxsize=256)

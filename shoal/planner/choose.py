@@ -9,12 +9,12 @@ from shoal.cluster import Cluster, devices_of
 from shoal.errors import ClusterError, ConfigError, PlanError
 from shoal.plan import CHOICES
 from shoal.planner.candidate import Candidate
+from shoal.planner.cheapest_blocks import with_cheapest_blocks
 from shoal.planner.explain import explain
 from shoal.planner.explanation import Explanation
-from shoal.planner.fewest import with_fewest_recomputed
 from shoal.planner.money import cheapest
-from shoal.planner.offloaded import quicker_outside
-from shoal.planner.polish import polished, simplest, with_found_schedule
+from shoal.planner.offloaded import quicker_outside, stores_activations
+from shoal.planner.polish import LEAST_GAIN, polished, simplest, with_found_schedule
 from shoal.planner.proportion import with_shares
 from shoal.planner.refusal import refusal
 from shoal.planner.search import Search
@@ -118,17 +118,38 @@ def choose(
     ranking = search.best(max(limit, ROWS))
     found = touched_up(search, ranking.found) if ranking.found else []
     resident = found[0] if found else None
-    taken = None
     if may_offload:
         best = None if resident is None else Fitted(resident.plan, resident.memory, resident.seconds)
-        taken = quicker_outside(search, best)
-    if taken is not None:
-        search, outside = taken
-        winner = search.candidate(with_fewest_recomputed(search, _touched(search, outside)))
-        found = [winner, *(each for each in found if each.degrees != winner.degrees)]
+        taken = _outside(search, best)
+        if taken is not None:
+            search, outside = taken
+            winner = search.candidate(outside)
+            found = [winner, *(each for each in found if each.degrees != winner.degrees)]
     if not found:
         raise refusal(search)
     return Choice(found[:limit], ranking.legal, ranking.played, search, resident)
+
+
+def _outside(search: Search, best: Fitted | None) -> tuple[Search, Fitted] | None:
+    """Return the quickest Plan with `offload`, with its last touches, and the search that found it.
+
+    Args:
+        search: The search for Plans without.
+        best: The best Plan without; None if none fits.
+
+    Returns:
+        None if no such Plan is quicker by LEAST_GAIN, or fits.
+    """
+    stores = stores_activations(search.cluster)
+    taken = quicker_outside(search, best)
+    starts = [] if taken is None else [(taken[0], _touched(*taken))]
+    if best is not None and stores:
+        starts.append((search, best))
+    found = [(each, with_cheapest_blocks(each, start, may_store=stores)) for each, start in starts]
+    quickest = min(found, key=lambda each: each[1].seconds, default=None)
+    if quickest is None or (best is not None and quickest[1].seconds > (1 - LEAST_GAIN) * best.seconds):
+        return None
+    return quickest
 
 
 def touched_up(search: Search, found: Sequence[Fitted]) -> list[Candidate]:
@@ -136,7 +157,7 @@ def touched_up(search: Search, found: Sequence[Fitted]) -> list[Candidate]:
     rows = found[:ROWS]
     touched = list(search.each(_touched, rows, [search.helps(Degrees.of(each.plan)) for each in rows]))
     touched += with_shares(search, ROWS)
-    best = simplest(search, with_fewest_recomputed(search, min(touched, key=_seconds)))
+    best = simplest(search, with_cheapest_blocks(search, min(touched, key=_seconds), may_store=False))
     quickest = {Degrees.of(best.plan): best}
     for each in sorted((*touched, *found[ROWS:]), key=_seconds):
         quickest.setdefault(Degrees.of(each.plan), each)

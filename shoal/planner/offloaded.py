@@ -25,14 +25,16 @@ from shoal.planner.search import Search
 from shoal.planner.sized import Fitted
 from shoal.workload import Parameters
 
-__all__ = ["quicker_outside", "unknown_rates"]
+__all__ = ["STATES_ON_CPUS", "quicker_outside", "stores_activations", "unknown_rates"]
 
 _ON_GPUS = ("optimizer:host", "optimizer:file")
-_ON_CPUS = (
+STATES_ON_CPUS = (
     "optimizer:file",
     "optimizer:file+gradients:file",
     "optimizer:file+gradients:file+parameters:file",
 )
+"""The states that CPUs keep in files: each with those that must go with it."""
+
 _ACTIVATIONS = "activations:file"
 
 
@@ -67,6 +69,11 @@ def quicker_outside(search: Search, best: Fitted | None) -> tuple[Search, Fitted
     return taken
 
 
+def stores_activations(cluster: Cluster) -> bool:
+    """Return whether activations may be in files: on CPUs whose files have a known rate."""
+    return cluster.cores > 0 and cluster.host.file_bandwidth > 0
+
+
 def unknown_rates(cluster: Cluster) -> tuple[str, ...]:
     """Return the rates that are not known, for lack of which some `offload` is no candidate."""
     host, rates = cluster.host, {"host.file_bandwidth": cluster.host.file_bandwidth}
@@ -85,7 +92,7 @@ def _options(search: Search) -> Iterator[tuple[float, int, str]]:
     owned = workload.parameters / cluster.devices
     every: Sequence[str] = _ON_GPUS
     if cluster.cores:
-        every = _ACTIVATIONS, *_ON_CPUS, *(f"{each}+{_ACTIVATIONS}" for each in _ON_CPUS)
+        every = _ACTIVATIONS, *STATES_ON_CPUS, *(f"{each}+{_ACTIVATIONS}" for each in STATES_ON_CPUS)
     for number, offload in enumerate(every):
         plan = SettledPlan(microbatch=1, shard=FULLY_SHARDED.name, offload=offload)
         try:

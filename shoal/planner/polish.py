@@ -3,8 +3,8 @@
 A search tries few sizes of buckets, splits layers by their mean cost, and puts ranks in the default order.
 Here the Plan gets all sizes, a split by the cost of every block, all orders of its axes over the network, and
 schedule=search, which is made for times that are known and takes a second. That one is tried with one and
-with two stages on a rank, and with as many activations as fit, if stages x micro-batches are at most
-MOST_SEARCHED; it is taken if it makes the step quicker by LEAST_GAIN.
+with two stages on a rank, with half and twice the micro-batch, and with as many activations as fit, if stages
+x micro-batches are at most MOST_SEARCHED; it is taken if it makes the step quicker by LEAST_GAIN.
 
 Among Plans that are as quick as the best within SIMPLER, the simplest is preferred: no model is that exact.
 """
@@ -17,7 +17,7 @@ from shoal.cost import Layout
 from shoal.plan import SettledPlan
 from shoal.plan.schedules import FOUND, NAMES
 from shoal.planner.bucket import ALL_SIZES
-from shoal.planner.neighbours import changed, orders
+from shoal.planner.neighbours import changed, half_and_twice, orders
 from shoal.planner.search import Search
 from shoal.planner.sized import Fitted
 from shoal.planner.space import Degrees, HybridSharding, Variant
@@ -72,11 +72,22 @@ def simplest(search: Search, best: Fitted, within: float = SIMPLER) -> Fitted:
 
 
 def with_found_schedule(search: Search, best: Fitted) -> Fitted:
-    """Return the Plan with schedule=search, if that makes its step quicker by LEAST_GAIN; else the Plan."""
+    """Return the Plan with schedule=search, if that makes its step quicker by LEAST_GAIN; else the Plan.
+
+    Half and twice the micro-batch are tried too: one that other schedules make slow may be the best for a
+    found one.
+    """
     if best.plan.pp == 1:
         return best
-    found = min(_with_searched(search, best), key=lambda each: each.seconds, default=best)
-    return found if found.seconds <= (1 - LEAST_GAIN) * best.seconds else best
+    costs, batch, limit, quickest = search.shared.costs, search.batch, (1 - LEAST_GAIN) * best.seconds, best
+    bounded = [(costs.least(plan, batch), str(plan), plan) for plan in _searchable(search, best.plan)]
+    for least, _, plan in sorted(bounded):
+        if least >= limit:
+            break
+        found = _roomiest(search, plan)
+        if found is not None and found.seconds <= limit:
+            quickest, limit = found, found.seconds
+    return quickest
 
 
 def _better(search: Search, best: Fitted, plan: SettledPlan) -> Fitted:
@@ -95,30 +106,30 @@ def _complexity(plan: SettledPlan) -> tuple[int, ...]:
     return degrees, schedule, sum(plain) + (plan.shared is not None)
 
 
-def _with_searched(search: Search, best: Fitted) -> Iterator[Fitted]:
-    """Yield the Plan with schedule=search, for each number of stages on a rank."""
-    plan, layers = best.plan, len(search.workload.layers)
-    count = plan.microbatches_of(search.batch)
-    degrees = Degrees.of(plan)
-    for virtual in (1, 2):
-        if plan.pp * virtual > layers or plan.pp * virtual * count > MOST_SEARCHED:
+def _searchable(search: Search, plan: SettledPlan) -> Iterator[SettledPlan]:
+    """Yield the Plan with schedule=search, for each micro-batch and each number of stages on a rank."""
+    degrees, sharding = Degrees.of(plan), HybridSharding(plan.sharding, plan.replicate)
+    for microbatch, count in search.shared.space.microbatches(degrees):
+        if microbatch not in (plan.microbatch, *half_and_twice(plan.microbatch)):
             continue
-        variant = Variant(degrees, Layout.of(plan), count, FOUND, virtual)
-        split = search.shared.split(variant)
-        with_split = search.shared.plan(variant, HybridSharding(plan.sharding, plan.replicate), split)
-        roomiest = _roomiest(search, with_split.replace(bucket=plan.bucket), virtual, count)
-        if roomiest is not None:
-            yield roomiest
+        layout = Layout.of(plan)._replace(microbatch=microbatch)
+        for virtual in (1, 2):
+            stages = plan.pp * virtual
+            if stages <= len(search.workload.layers) and stages * count <= MOST_SEARCHED:
+                variant = Variant(degrees, layout, count, FOUND, virtual)
+                split = search.shared.split(variant)
+                found = search.shared.plan(variant, sharding, split)
+                yield found.replace(bucket=plan.bucket, order=plan.order)
 
 
-def _roomiest(search: Search, plan: SettledPlan, virtual: int, count: int) -> Fitted | None:
+def _roomiest(search: Search, plan: SettledPlan) -> Fitted | None:
     """Return the Plan with the most activations that fit; None if one micro-batch's do not fit."""
-    shared = search.shared
+    shared, virtual = search.shared, plan.stages // plan.pp
 
     def peak(activations: int) -> float:
         return shared.fullest(plan.replace(activations=activations)).required
 
-    low, high = virtual - 1, virtual * count
+    low, high = virtual - 1, virtual * plan.microbatches_of(search.batch)
     while low < high:
         middle = (low + high + 1) // 2
         if peak(middle) <= search.room:

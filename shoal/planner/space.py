@@ -224,7 +224,9 @@ class Space:
     def offload_under(self, sharding: Sharding) -> str:
         """Return what a Plan keeps outside of the devices under a sharding that the space may lack."""
         tiers = self.tiers
-        return self.offload if tiers.takes(sharding) else str(Tiers(activations=tiers.activations))
+        if tiers.takes(sharding):
+            return self.offload
+        return str(Tiers(activations=tiers.activations, blocks=tiers.blocks))
 
     @property
     def precision(self) -> str:

@@ -26,7 +26,7 @@ from hashlib import blake2s
 from pathlib import Path
 from typing import Any, Protocol, final
 
-from shoal.collectives.interface import address_towards
+from shoal.collectives.interface import address_towards, find_interface_address
 from shoal.errors import ConfigError
 from shoal.record.append import AppendFile
 from shoal.timeline.clocks import Tie, tie_line
@@ -87,7 +87,8 @@ def exchange_clocks(
         number: The global rank, for the name of the file.
         say: Called with a report of a failure, one line.
         towards: The name or address of a host, such as the one where ranks meet: rank 0 listens at its own
-            address on the way there. By default MASTER_ADDR, or the host's own name.
+            address on the way there. By default MASTER_ADDR, or the host's own name. SHOAL_INTERFACE, where
+            it is set, names the interface to listen on.
         every: Seconds between two measurements.
         clock: The clock to compare, in nanoseconds.
     """
@@ -122,7 +123,9 @@ class ClockExchange:
         """Answer questions; return the address, the port and the token. None if that is not possible."""
         token = secrets.token_bytes(_TOKEN_BYTES)
         try:
-            address = address_towards(towards or os.environ.get("MASTER_ADDR") or socket.gethostname())
+            interface = os.environ.get("SHOAL_INTERFACE")
+            meeting_point = towards or os.environ.get("MASTER_ADDR") or socket.gethostname()
+            address = find_interface_address(interface) if interface else address_towards(meeting_point)
             opened = _open(address)
             opened.bind((address, 0))
         except (OSError, ConfigError):

@@ -38,6 +38,14 @@ __all__ = ["Run", "default_path"]
 
 _DESCRIPTION = "run.json"
 _NAMED_RUNS = 5
+_LONGEST = 16 << 20
+"""Most characters of run.json."""
+_TYPES: Mapping[type, tuple[str, ...]] = {
+    dict: ("config", "model", "device", "versions", "cluster"),
+    str: ("plan", "name", "created"),
+    int: ("world_size", "since_step"),
+}
+"""Types of what readers of run.json look into; each may be absent or null."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -126,11 +134,21 @@ class Run:
         """
         path = self.path / _DESCRIPTION
         try:
-            description = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
+            with path.open(encoding="utf-8") as file:
+                text = file.read(_LONGEST + 1)
+            if len(text) > _LONGEST:
+                raise ShoalError(f"{path} has more than {_LONGEST >> 20} Mi characters: it is no description")
+            description = json.loads(text)
+        except (ValueError, RecursionError) as error:
             raise ShoalError(f"{path} cannot be read: {error}") from error
         if not isinstance(description, dict):
             raise ShoalError(f"{path} holds no JSON object")
+        for kind, names in _TYPES.items():
+            for name in names:
+                if not isinstance(description.get(name), kind | None):
+                    raise ShoalError(
+                        f"{path}: {name} is {type(description[name]).__name__}, not {kind.__name__}"
+                    )
         return description
 
     def describe(self, description: Mapping[str, Any]) -> None:

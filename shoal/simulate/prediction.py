@@ -9,12 +9,13 @@ from statistics import fmean
 from typing import Any
 
 from shoal.cluster import Cluster
-from shoal.cost.time import workload_on
+from shoal.cost import Costs, Layout
+from shoal.cost.time import compute_parts, workload_on
 from shoal.errors import RunError
 from shoal.plan import Plan, SettledPlan
 from shoal.run import Run
 from shoal.simulate.simulation import Simulation, simulate
-from shoal.timeline import Purpose, Timeline
+from shoal.timeline import Kind, Purpose, Timeline
 from shoal.timeline.kinds import seconds_by_kind
 from shoal.workload import Workload, shape, with_adapters
 
@@ -72,6 +73,35 @@ class Prediction:
     def simulation(self) -> Simulation:
         """The predicted steps."""
         return simulate(self.workload, self.cluster, self.plan, self.batch)
+
+    @cached_property
+    def memory_share(self) -> float:
+        """The share of compute that passes over memory take: there the memory's rate is the bound."""
+        parts: dict[str, float] = {}
+        for costs, plan, batch, *_ in Costs(self.workload, self.cluster).alike(self.plan, self.batch):
+            stages = costs.blocks_of(plan, plan.microbatches_of(batch))
+            placement = plan.placement if plan.pp > 1 else (0,)
+            for place, blocks in zip(placement, stages, strict=True):
+                for name, seconds in compute_parts(costs.at(plan, place), blocks, Layout.of(plan)).items():
+                    parts[name] = parts.get(name, 0.0) + seconds
+        whole = sum(parts.values())
+        return parts.get("passes", 0.0) / whole if whole > 0 else 0.0
+
+    @cached_property
+    def transfer_seconds(self) -> dict[str, float]:
+        """The seconds of each collective by the name of its spans, for verdicts on links.
+
+        Messages between stages are left out, since their spans hold the wait for their sender. So are
+        collectives of CPUs within a node: they go through memory, and their cores may have other work.
+        """
+        size = self.cluster.devices_per_node
+        is_cpu = bool(self.cluster.cores) or self.cluster.device.name == "cpu"
+        return {
+            span.name: span.duration
+            for span in self.simulation.timeline
+            if span.kind == Kind.COLLECTIVE and span.purpose != Purpose.PIPELINE
+            if not is_cpu or len({rank // size for rank in span.group}) > 1
+        }
 
     def seconds_by_kind(self) -> dict[str, float]:
         """Return the seconds of a step by kind, as `shoal.timeline.kinds` names them.

@@ -123,6 +123,13 @@ class Hosts:
                 return Traffic(sent, sent_packets, received, packets)
         raise AssertionError("the host has no interface")
 
+    def limit(self, index: int, rate: float, *, sends: bool = True, receives: bool = True) -> None:
+        """Set the rate of a host's cable, in bits/s, one way or both."""
+        ways = (sends, self.process(index), self.interface), (receives, self.switch, f"port{index}")
+        for is_meant, process, interface in ways:
+            if is_meant:
+                _run_in(process, _limit(interface, rate))
+
     def close(self) -> None:
         """End the hosts; processes that are still in one are cut off."""
         for process in self._processes:
@@ -157,8 +164,7 @@ class Hosts:
             _run_in(host, f"ip link set {self.interface} up".split())
             _run_in(host, ["ip", "link", "set", "lo", "up"])
             if rate is not None:
-                for process, interface in ((host, self.interface), (switch, port)):
-                    _run_in(process, _limit(interface, rate))
+                self.limit(index, rate)
 
     def _start(self) -> int:
         process = subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -197,4 +203,4 @@ def _run_in(process: int, command: Sequence[str]) -> None:
 def _limit(interface: str, rate: float) -> list[str]:
     burst = max(_LARGEST_PACKET, round(rate / 8 * _BURST_SECONDS))
     shape = ["tbf", "rate", f"{rate:.0f}bit", "burst", str(burst), "latency", _QUEUE_SECONDS]
-    return ["tc", "qdisc", "add", "dev", interface, "root", *shape]
+    return ["tc", "qdisc", "replace", "dev", interface, "root", *shape]

@@ -6,7 +6,7 @@ input is STREAM; a product of STREAM with a weight divides the weight's COLUMNS,
 of that with a weight divides the ROWS, and its sum over ranks is STREAM again. Attention's result is divided
 by heads. The result of any other operator has the Part of its largest tensor; if two are equally large,
 STREAM wins. A tensor that depends on no input and no random number depends only on positions. In a mixture of
-experts all is WHOLE.
+experts all is WHOLE. Adapters (LoRA) are divided as the layer that they stand beside.
 
 In backward the scheme is reversed. There an operator counts with the piece whose forward made the node that
 autograd runs: autograd numbers its nodes, and the numbers of a piece are consecutive.
@@ -44,8 +44,9 @@ from shoal.trace.operators import (
 )
 from shoal.workload import Attention, Part, Product
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "is_adapter"]
 
+_FIRST, _SECOND = "lora_A", "lora_B"  # an adapter's matrices
 _NO_NUMBER = 2**63  # nodes that add to the gradient of a parameter have none
 _STRONGER = (Part.STREAM, Part.COLUMNS, Part.WHOLE)
 
@@ -74,6 +75,7 @@ class Recorder(TorchDispatchMode):
         self.reused: set[str] = set()
         self._samples = samples
         self._names = {address(parameter): name for name, parameter in parameters.items()}
+        self._frozen = {name for name, each in parameters.items() if not each.requires_grad}
         self._inputs = {address(each) for each in inputs}
         self._owners: dict[str, int] = {}
         self._first: Sizes | None = None  # last product of activations, if its result is not used yet
@@ -173,6 +175,9 @@ class Recorder(TorchDispatchMode):
         part = self._part(sizes.right if left in self._names else sizes.left)
         if self._in_experts or sizes.copies > 1:
             return Part.STREAM, Part.STREAM
+        name = self._names[left] if left in self._names else self._names[right]
+        if is_adapter(name):
+            return _adapter_parts(name, part)
         if part in (Part.WHOLE, Part.POSITIONS):
             return Part.WHOLE, part
         return (Part.ROWS, Part.STREAM) if part is Part.COLUMNS else (Part.COLUMNS, Part.COLUMNS)
@@ -266,7 +271,7 @@ class Recorder(TorchDispatchMode):
         elif address(sizes.right) not in self._names:
             copies = 1
         each = max(1, round(rows / self._samples))
-        return Product(_last(name), each, sizes.inputs, outputs, part, copies)
+        return Product(_last(name), each, sizes.inputs, outputs, part, copies, frozen=name in self._frozen)
 
     def _use(self, tensor: Tensor) -> str | None:
         """Return the name of the parameter that a tensor is; it counts with the piece that uses it first."""
@@ -306,6 +311,22 @@ class Recorder(TorchDispatchMode):
         return self._current
 
 
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter or its product is an adapter's, as `peft` names them."""
+    return _FIRST in name or _SECOND in name
+
+
+def _adapter_parts(name: str, part: Part) -> tuple[Part, Part]:
+    """Return the Part of an adapter's product with a tensor of this Part, and of its result.
+
+    Its layer divides either its outputs, and with them those of the second matrix, or its inputs, and with
+    them those of the first one. The other matrix is whole.
+    """
+    if _FIRST in name:
+        return (Part.ROWS, Part.STREAM) if part is Part.COLUMNS else (Part.WHOLE, Part.WHOLE)
+    return (Part.COLUMNS, Part.COLUMNS) if part is Part.WHOLE else (Part.WHOLE, Part.STREAM)
+
+
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
@@ -322,8 +343,13 @@ def _plain(name: str) -> str:
 
 
 def _last(name: str) -> str:
-    """Return the name of the module that has a parameter; for experts with several, of the parameter."""
-    return name.removesuffix(".weight").rpartition(".")[2]
+    """Return the name of the module that has a parameter; for experts with several, of the parameter.
+
+    Adapters, such as `query.lora_A.default`, stand beside a layer that they call `query.base_layer`.
+    """
+    return (
+        name.removesuffix(".weight").removesuffix(".base_layer").removesuffix(".default").rpartition(".")[2]
+    )
 
 
 def _is_product_backward(name: str) -> bool:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
 from shoal.trace.observed import Made, Moved, Piece, address
-from shoal.trace.operator_trace import Recorder
+from shoal.trace.operator_trace import Recorder, is_adapter
 from shoal.workload import Block, Keep, Operation, Parameters, Part, Pass, Product, Saved, Workload
 
 __all__ = ["summarise"]
@@ -31,11 +31,12 @@ def summarise(
     used = {each for piece in pieces for each in piece.parameters}
     pieces[-1].parameters.update({each: Part.POSITIONS for each in parameters if each not in used})
     sizes = {each: parameter.numel() for each, parameter in parameters.items()}
+    frozen = {each for each, parameter in parameters.items() if not parameter.requires_grad}
     known: dict[Block, Block] = {}
 
     def block(number: int, kind: str) -> Block:
         unread = tuple(_unread(recorder, number)) if kind == "layer" else ()
-        found = _Summary(pieces[number], sizes, samples, dtype.itemsize).block(kind, unread)
+        found = _Summary(pieces[number], sizes, frozen, samples, dtype.itemsize).block(kind, unread)
         return known.setdefault(found, found)
 
     layers = tuple(block(number, "layer") for number in range(1, len(pieces) - 1))
@@ -72,9 +73,12 @@ def _is_of_experts(operation: Operation) -> TypeGuard[Product]:
 class _Summary:
     """Summarise one piece: numbers for one sample, with equal passes put together."""
 
-    def __init__(self, piece: Piece, sizes: Mapping[str, int], samples: int, width: int) -> None:
+    def __init__(
+        self, piece: Piece, sizes: Mapping[str, int], frozen: Container[str], samples: int, width: int
+    ) -> None:
         self._piece = piece
         self._sizes = sizes
+        self._frozen = frozen
         self._samples = samples
         self._width = width
 
@@ -83,20 +87,27 @@ class _Summary:
         is_layer = kind == "layer"
         operations = tuple(self._operations())
         has_embedding = any(self._piece.parameters[table] is Part.COLUMNS for table in self._piece.tables)
-        rows = sum(isinstance(each, Product) and each.part is Part.ROWS for each in operations)
+        rows = sum(
+            isinstance(each, Product) and each.part is Part.ROWS and not is_adapter(each.name)
+            for each in operations
+        )  # a layer's adapter is added before the sum over ranks
         return Block(
             kind,
             operations,
-            self._parameters(),
+            self._parameters(frozen=False),
             tuple(self._saved(unread, is_layer)),
             routed=next((each.rows * each.inputs for each in operations if _is_of_experts(each)), 0),
             joins=rows if is_layer else int(has_embedding or kind == "end"),
             tables=sum(self._sizes[table] for table in self._piece.tables),
+            frozen=self._parameters(frozen=True),
         )
 
-    def _parameters(self) -> Parameters:
+    def _parameters(self, *, frozen: bool) -> Parameters:
+        """Return the parameters that are not trained, or the others."""
         whole = divided = experts = 0
         for name, part in self._piece.parameters.items():
+            if (name in self._frozen) != frozen:
+                continue
             if name in self._piece.experts:
                 experts += self._sizes[name]
             elif part in (Part.COLUMNS, Part.ROWS):

@@ -3,7 +3,7 @@
 A copy of the module with fake parameters runs forward and backward once, on the given inputs. `Recorder`
 observes its operators; autograd's hooks show what forward keeps for backward. Pieces are the module's blocks
 (`find_blocks`), the operators before them, and those after. Experts are assumed to get even loads and to drop
-nothing.
+nothing. Parameters that are not trained count as frozen, as beside adapters (LoRA).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from shoal.train.job import Job, Resume
 
 __all__ = ["abort", "execute_elastic", "job_for"]
 
-_PATIENCE = 60.0  # seconds for the launcher to make another generation
+_PATIENCE = 600.0  # seconds for the launcher to make another generation, for which it may wait for hosts
 
 
 def execute_elastic(job: Job, world: World, membership: Membership, stop: StopSignal) -> int:
@@ -76,6 +76,8 @@ def _execute_in(
         if not (isinstance(error, CommunicationError) or membership.is_due):
             raise
         failure = error
+    if failure is not None:
+        membership.tell_broken()
     _leave(failure)
     return failure
 

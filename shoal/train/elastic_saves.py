@@ -1,7 +1,7 @@
 """Checkpoints in the host's memory: what members of a training go on from when one of them is lost.
 
 They are ordinary checkpoints in a folder of the memory file system, so any other Plan can load them, and they
-outlive the process that wrote them. They are not for a host that is lost: its memory goes with it.
+outlive the process that wrote them. Where there are several hosts, each keeps a part; see `host_memory.py`.
 """
 
 from __future__ import annotations
@@ -16,13 +16,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any, final
 
-from shoal.checkpoint import (
-    Coordinator,
-    Ended,
-    Saver,
-    SingleProcess,
-)
+from shoal.checkpoint import Coordinator, Ended, Saver, SingleProcess
 from shoal.errors import CheckpointError
+from shoal.train.host_memory import HostMemory
 from shoal.train.trainer import Trainer
 
 __all__ = ["FOLDER", "MemorySaves", "memory_folder"]
@@ -68,9 +64,11 @@ class MemorySaves:
         extra: A JSON object to keep with each checkpoint.
         coordinator: All ranks.
         say: Told of failures.
+        hosts: The memory of all hosts, if there may be several.
 
     Attributes:
         directory: The folder in memory.
+        hosts: The memory of all hosts, if there may be several.
     """
 
     def __init__(
@@ -81,8 +79,15 @@ class MemorySaves:
         extra: Mapping[str, Any],
         coordinator: Coordinator,
         say: Callable[[str], object],
+        hosts: HostMemory | None = None,
     ) -> None:
         self._trainer = trainer
+        self.hosts = hosts
+        self._is_spread = hosts is not None and hosts.has_neighbours
+        if hosts is not None:
+            trainer.saved.spread = hosts
+            if hosts.has_neighbours:
+                trainer.saves.spread(hosts)
         self._every = every
         self.directory = directory
         self._extra = extra
@@ -105,8 +110,9 @@ class MemorySaves:
         if not self._interval or step - self._saved_at < self._interval:
             return
         self._saved_at = step
+        keep = 0 if self._is_spread else 1  # each host drops older ones by itself
         try:
-            begun = self._trainer.save_in_background(self.directory, self._extra, keep=1, told=self._ended)
+            begun = self._trainer.save_in_background(self.directory, self._extra, keep=keep, told=self._ended)
         except CheckpointError as error:
             self._say(f"warning: step {step} was not saved in memory: {error}")
             return

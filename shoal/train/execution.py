@@ -13,7 +13,7 @@ import torch
 from shoal.checkpoint import Coordinator
 from shoal.data import AnyCorpus
 from shoal.errors import CheckpointError, ConfigError, TrainingError
-from shoal.launch import EXIT_STOPPED, Membership, StopSignal, World
+from shoal.launch import EXIT_STOPPED, PEER, Membership, StopSignal, World
 from shoal.plan import Plan
 from shoal.record import ClockExchange, Marks, exchange_clocks
 from shoal.run import Account, Decision, Run, write_decision
@@ -25,6 +25,7 @@ from shoal.train.describe import describe, new_parameters_text, passed_over_text
 from shoal.train.elastic_saves import FOLDER, MemorySaves
 from shoal.train.first_weights import begin_from
 from shoal.train.held_out import HeldOut, accuracy
+from shoal.train.host_memory import HostMemory
 from shoal.train.host_watch import look_at_host
 from shoal.train.job import Job
 from shoal.train.live import LiveLine, summary
@@ -96,12 +97,10 @@ class Execution:
         begins = 0 if role is None else role.first_rank
         look_at_host(self._run, world, unit=begins, replaces_ranks=membership is not None)
         self._alive = AliveLock(self._run.alive_file) if self._is_first else None
-        given = self._run, job.launched, job.processes, self._is_first
-        self._time = TimeAccount(*given, self._take_account)
+        self._time = TimeAccount(self._run, job.launched, job.processes, self._is_first, self._take_account)
         marks, record, number = Marks(), self._config.record, self._number
         first, say = number - world.rank, self._live.say
-        recorder = open_run_recorder(record, self._run, number, first, device, marks, say)
-        self._recorder = recorder
+        self._recorder = open_run_recorder(record, self._run, number, first, device, marks, say)
         self._clocks = self._compare_clocks()
         self._profiling = open_profiling(record, self._run, number, device, marks, self._say)
         memory = self._run.memory_file(self._number) if self._config.record.memory else None
@@ -116,7 +115,7 @@ class Execution:
             optimizer=self._config.optimizer,
             seed=self._config.seed,
             device=device,
-            recorder=recorder,
+            recorder=self._recorder,
             sequence=self._config.sequence,
             on_step=self._take_result,
             on_save=self._upload,
@@ -300,8 +299,9 @@ class Execution:
         """Load what the job resumes or begins from, if anything, and describe the run as it is now."""
         resume, init = self._job.resume, self._config.init
         if resume is not None:
-            beside = [] if self._in_memory is None else [self._in_memory.directory]
-            path = go_on(self._trainer, resume, self._data, self._coordinator, self._say, beside)
+            hosts = None if self._in_memory is None else self._in_memory.hosts
+            beside = [] if self._in_memory is None or hosts is not None else [self._in_memory.directory]
+            path = go_on(self._trainer, resume, self._data, self._coordinator, self._say, beside, hosts)
             begins = "there is no sound checkpoint: training starts from the beginning"
             self._say(f"goes on from {path}" if path else begins)
             if path and self._is_first:
@@ -328,7 +328,10 @@ class Execution:
         folder = os.environ.get(FOLDER)
         directory = Path(folder) if folder else self._run.checkpoints
         every = self._config.checkpoint.memory if folder else 0
-        given = {"data": self._data}, self._coordinator, self._say
+        hosts = None
+        if folder and PEER in os.environ and self._membership is not None:
+            hosts = HostMemory(directory, self._coordinator, self._membership.peers())
+        given = {"data": self._data}, self._coordinator, self._say, hosts
         return MemorySaves(self._trainer, every, directory, *given)
 
     def save_replica(self) -> None:

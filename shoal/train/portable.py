@@ -20,6 +20,7 @@ from shoal.checkpoint import (
     Piece,
     ProcessGroupCoordinator,
     SingleProcess,
+    Spread,
     attempt_together,
     checkpoints,
     load_verified,
@@ -222,6 +223,7 @@ def load_training(
     layout: Mapping[str, Any],
     coordinator: Coordinator,
     of_rank: Mapping[str, torch.Tensor],
+    spread: Spread | None = None,
 ) -> Loaded:
     """Load a model, its buffers and its optimizer, which any number of ranks may have saved.
 
@@ -236,6 +238,7 @@ def load_training(
             Plan.
         coordinator: All ranks.
         of_rank: Tensors to fill with those that this rank saved under these names, if the layout is equal.
+        spread: How the checkpoints of a directory are spread over hosts, if there is such a directory.
 
     Raises:
         CheckpointError: It does not fit the model or the optimizer.
@@ -260,7 +263,7 @@ def load_training(
     shared = [piece for piece in wanted.in_use if piece.name not in replaced]
     in_use = [*shared, *of_optimizer.in_use, *own]
     fresh = [*wanted.fresh, *of_optimizer.fresh]
-    load_verified(checkpoint, manifest, coordinator, fresh=fresh, in_use=in_use)
+    load_verified(checkpoint, manifest, coordinator, fresh=fresh, in_use=in_use, spread=spread)
     wanted.finish()
     parallel.changed()
     of_optimizer.finish()

@@ -8,7 +8,7 @@ from typing import Any, final
 
 import torch
 
-from shoal.checkpoint import Coordinator, Piece, attempt_together
+from shoal.checkpoint import Coordinator, Piece, Spread, attempt_together
 from shoal.parallel import Parallel, title_of
 from shoal.train.portable import load_training, training_to_save
 from shoal.train.randomness import begin_anew, random_state, set_random_state
@@ -27,6 +27,9 @@ class SavedTraining:
         coordinator: All ranks.
         plan: The Plan's text, as checkpoints record it; equal text on equal ranks means an equal layout.
         seed: The run's seed.
+
+    Attributes:
+        spread: How the checkpoints of a directory are spread over hosts, if there is such a directory.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class SavedTraining:
         self._layout = {"plan": plan, "ranks": coordinator.size}
         self._seed = seed
         self._coordinator = coordinator
+        self.spread: Spread | None = None
         self._settings = _settings_of(optimizer)
 
     def to_save(
@@ -108,6 +112,7 @@ class SavedTraining:
             self._layout,
             self._coordinator,
             {f"random.{name}": tensor for name, tensor in random.items()},
+            self.spread,
         )
         for group, settings in zip(self._optimizer.param_groups, state["settings"], strict=False):
             group.update(settings)

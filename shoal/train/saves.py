@@ -23,6 +23,7 @@ from shoal.checkpoint import (
     Ended,
     Piece,
     Saver,
+    Spread,
     Staging,
     coordinator_beside,
     retain,
@@ -115,6 +116,10 @@ class Saves:
         self._background: Background | None = None
         self._told: Told = None
         self._is_unfinished = False  # equal on all ranks, other than whether the thread has ended
+
+    def spread(self, spread: Spread) -> None:
+        """Spread the checkpoints of one directory over the hosts; all ranks call this before they save."""
+        self._saver.spread = spread
 
     def prepare(self) -> None:
         """Make room for copies of the state, after a step, so that the first save need not wait for it.

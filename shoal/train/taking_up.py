@@ -8,6 +8,7 @@ from typing import Any
 
 from shoal.checkpoint import Coordinator, attempt_together, checkpoints, newest_sound, read_together, step_of
 from shoal.errors import CheckpointError, CorruptCheckpointError, DataError, ModelError
+from shoal.train.host_memory import HostMemory
 from shoal.train.job import Resume
 from shoal.train.trainer import Trainer
 
@@ -21,6 +22,7 @@ def go_on(
     coordinator: Coordinator,
     say: Callable[[str], object],
     beside: Sequence[Path] = (),
+    hosts: HostMemory | None = None,
 ) -> Path | None:
     """Load the named checkpoint, or the newest sound one; all ranks call it together.
 
@@ -31,6 +33,7 @@ def go_on(
         coordinator: All ranks.
         say: Told of corrupt checkpoints.
         beside: Directories of checkpoints beside that of the run.
+        hosts: The memory of all hosts, whose checkpoints count too; None if there is one host.
 
     Returns:
         The checkpoint that was loaded; None if none is sound.
@@ -63,9 +66,18 @@ def go_on(
         found = [path for directory in directories for path in checkpoints(directory)]
         return sorted(found, key=step_of, reverse=True)
 
-    found = attempt_together(coordinator, f"cannot list {resume.run.checkpoints}", find)
-    loaded = newest_sound(found[coordinator.rank], coordinator, say, take_up)
-    return None if loaded is None else loaded[0]
+    found = attempt_together(coordinator, f"cannot list {resume.run.checkpoints}", find)[0]
+    spread = {} if hosts is None else hosts.find()
+    found = sorted([*found, *spread], key=step_of, reverse=True)
+
+    def take_up_found(path: Path) -> Path:
+        if hosts is not None and path in spread:
+            path = hosts.take(spread[path])
+        take_up(path)
+        return path
+
+    loaded = newest_sound(found, coordinator, say, take_up_found)
+    return None if loaded is None else loaded[1]
 
 
 def _require_same_data(saved: Mapping[str, Any], data: Mapping[str, Any]) -> None:

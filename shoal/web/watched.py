@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cost.outlook import account_summary
-from shoal.diagnosis import POLICY, Verdict, verdict
+from shoal.diagnosis import POLICY, Verdict, told_by, verdict
 from shoal.errors import ShoalError, UserError
 from shoal.run import FollowedAccount, Run
 from shoal.simulate import Prediction, kinds_compared, mark_bubbles, recorded_cluster
@@ -86,7 +86,9 @@ class Watched:
             timeline = mark_bubbles(self.files.newest(_STEPS, _SPANS))
             steps = timeline.steps()
             self._recent = timeline, explain(timeline) if steps else None
-            self._verdict = verdict(timeline, first=max(steps[0], POLICY.warm_up)) if steps else None
+            prediction = self.prediction if isinstance(self.prediction, Prediction) else None
+            told = told_by(prediction)
+            self._verdict = verdict(timeline, first=max(steps[0], POLICY.warm_up), **told) if steps else None
         except ShoalError as error:  # told at each refresh, until the file grows
             self._trouble = error
         ended = time.monotonic()

@@ -123,6 +123,19 @@ def test_the_split_has_the_least_slowest_stage_of_all_splits(slow):
     assert split_advice(now, breakdown, even, batch) is None
 
 
+def test_a_wait_for_text_that_is_encoded_meanwhile_names_the_setting_and_its_gain():
+    plan = SettledPlan.of(Plan(dp=2), 8)
+    timeline = steps_of(plan, 8, [0.1, 0.1], data_wait=0.5)
+    config = {"streaming": True, "tokenizer": "t.json", "workers": 0}
+    (advice,) = advices(timeline, plan, 8, data=config)
+    assert (advice.settings, advice.is_bound) == (("data.workers=2",), False)
+    assert advice.before - advice.after == pytest.approx(0.5)
+    (more,) = advices(timeline, plan, 8, data=config | {"workers": 2})
+    assert more.settings == ("data.workers=4",)
+    (plain,) = advices(timeline, plan, 8, data=config | {"tokenizer": "bytes"})
+    assert plain.settings == ()
+
+
 def test_a_bucket_that_is_too_small_is_found_by_playing_and_its_gain_is_that_of_the_play():
     cluster, batch = Cluster.parse("dgx-h100:16"), 32
     workload = workload_of(shape("gpt3-1.3b"))

@@ -63,8 +63,8 @@ class Program:
         for process in self._family():
             with contextlib.suppress(OSError):  # it has ended meanwhile
                 name = Path(f"/proc/{process}/comm").read_text().strip()
-                if name.startswith("shoal rank"):
-                    found[int(name.split()[-1])] = process
+                if name.startswith("shoal-rank-"):
+                    found[int(name.rpartition("-")[2])] = process
         return found
 
     def wait_until(self, condition: Callable[[], object]) -> None:
@@ -90,6 +90,14 @@ class Program:
             except ProcessLookupError:
                 continue
         self._process.wait()
+
+    def commands(self) -> dict[int, str]:
+        """The command line of each process that it started."""
+        found = {}
+        for process in self._family():
+            with contextlib.suppress(OSError):
+                found[process] = Path(f"/proc/{process}/cmdline").read_text().replace("\0", " ").strip()
+        return found
 
     def _family(self) -> list[int]:
         found = []

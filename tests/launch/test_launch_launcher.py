@@ -10,8 +10,9 @@ from unittest.mock import patch
 import pytest
 
 from shoal.errors import WorkerError
-from shoal.launch import EXIT_STOPPED, launch
-from shoal.launch.launcher import rank_environment
+from shoal.launch import EXIT_STOPPED, Node, launch, launch_on_node
+from shoal.launch.elastic import member_environments
+from shoal.launch.launcher import rank_environments
 
 PRELUDE = """
 import json, os, signal, sys, time
@@ -29,21 +30,22 @@ def meet():
 """
 
 
-def launched(program, count, environment, logs):
+def launched(program, count, environment, logs, grace=None):
     """Launches a Python program as ranks; its exit code or its error, and whether a variable was left."""
     before = dict(os.environ)
     command = [sys.executable, "-S", "-c", PRELUDE + program]
     with patch("shoal.launch.launcher.END", 0.5):
         try:
-            return launch(command, count, environment, logs=logs), None, os.environ == before
+            code = launch(command, count, environment, logs=logs, grace=grace)
+            return code, None, os.environ == before
         except WorkerError as error:
             return error.exit_code, error, os.environ == before
 
 
 @pytest.fixture
 def run(ranks):
-    return lambda program, count=2, environment=None, logs=None: ranks.run(
-        launched, 1, program, count, {} if environment is None else environment, logs, timeout=60
+    return lambda program, count=2, environment=None, logs=None, grace=None: ranks.run(
+        launched, 1, program, count, {} if environment is None else environment, logs, grace, timeout=60
     )[0]
 
 
@@ -74,8 +76,14 @@ with open(os.path.join({str(tmp_path)!r}, str(rank)), "w") as file:
 @pytest.mark.parametrize(("cores", "ranks", "threads"), [(8, 2, "4"), (8, 3, "2"), (2, 4, "1")])
 def test_ranks_share_the_cores_unless_the_user_says_otherwise(monkeypatch, cores, ranks, threads):
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(cores)))
-    assert rank_environment("", 0, ranks, 29500, {})["OMP_NUM_THREADS"] == threads
-    assert rank_environment("", 0, ranks, 29500, {"OMP_NUM_THREADS": "5"})["OMP_NUM_THREADS"] == "5"
+    own, given = (
+        rank_environments("", range(ranks), ranks, 29500, environment)[0]["OMP_NUM_THREADS"]
+        for environment in ({}, {"OMP_NUM_THREADS": "5"})
+    )
+    assert (own, given) == (threads, "5")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    member = member_environments("", range(ranks, 2 * ranks), 2 * ranks, 29500, {}, None)[ranks]
+    assert (member["OMP_NUM_THREADS"], member["RANK"], member["LOCAL_RANK"]) == ("7", str(ranks), "0")
 
 
 def test_a_rank_that_ends_without_a_word_is_named_with_its_exit_code(run):
@@ -211,3 +219,65 @@ time.sleep(60)
 """
     code, error, _ = run(program)
     assert (code, error.rank, error.detail) == (1, 1, "where")
+
+
+STUCK = """
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    signal.signal(number, signal.SIG_IGN)
+meet()
+if rank == 0:
+    os.kill(int(os.environ["SHOAL_LAUNCHER"]), signal.SIGUSR1)
+"""
+
+
+def test_control_c_after_a_signal_ends_ranks_that_notice_no_signal(run):
+    program = f"""{STUCK}
+    time.sleep(0.5)
+    os.kill(int(os.environ["SHOAL_LAUNCHER"]), signal.SIGINT)
+time.sleep(600)
+"""
+    code, error, _ = run(program)
+    assert code == 130
+    assert "ended by SIGUSR1 before its state was saved" in error.reason
+
+
+def test_ranks_end_within_the_grace(run):
+    code, error, _ = run(f"{STUCK}\ntime.sleep(600)", grace=1.0)
+    assert code == 130
+    assert "ended by SIGUSR1 before its state was saved" in error.reason
+
+
+def test_ranks_of_one_host_of_several_have_their_places_and_their_names(ranks, tmp_path):
+    program = f"""
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+with open(os.path.join({str(tmp_path)!r}, str(rank)), "w") as file:
+    json.dump([os.environ[name] for name in names] + ["GLOO_SOCKET_IFNAME" in os.environ], file)
+print("a word", flush=True)
+open(os.path.join({str(tmp_path)!r}, f"done-{{rank}}"), "w").close()
+if rank == 5:
+    while not os.path.exists(os.path.join({str(tmp_path)!r}, "done-4")):
+        time.sleep(0.01)
+    end(1, error="ValueError: five")
+time.sleep(60)
+"""
+    (ended, told) = ranks.run(on_node, 1, program, tmp_path / "out", timeout=60)[0]
+    assert json.loads((tmp_path / "4").read_text()) == ["4", "0", "8", "2", "2", "node1", "4000", False]
+    assert json.loads((tmp_path / "5").read_text()) == ["5", "1", "8", "2", "2", "node1", "4000", False]
+    assert sorted(told.splitlines()) == ["[node3 rank 4] a word", "[node3 rank 5] a word"]
+    with pytest.raises(WorkerError, match="rank 5 failed: ValueError: five"):
+        ended.exit_code()
+
+
+def on_node(program, out):
+    """Launches a program as the third host of four; how it ended, and what its ranks printed."""
+    node = Node(name="node3", number=2, nodes=4, first_rank=4, ranks=8, master=("node1", 4000))
+    command = [sys.executable, "-S", "-c", PRELUDE + program]
+    before = os.dup(1)
+    with out.open("w") as file, patch("shoal.launch.launcher.END", 0.5):
+        os.dup2(file.fileno(), 1)
+        try:
+            ended = launch_on_node(command, 2, node, {})
+        finally:
+            os.dup2(before, 1)
+            os.close(before)
+    return ended, out.read_text()

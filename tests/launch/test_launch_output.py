@@ -29,3 +29,10 @@ def test_a_line_without_an_end_takes_no_memory():
     assert lines.take(b"x" * (1 << 20)) == b""
     assert lines.take(b"xx") == b"[rank 1] " + b"x" * ((1 << 20) + 2) + b"\n"
     assert lines.end() == b""
+
+
+def test_with_several_hosts_every_line_has_its_host_also_those_of_rank_0():
+    assert (
+        NamedLines(0, overwrites=False, host="node1").take(b"a\nb\n")
+        == b"[node1 rank 0] a\n[node1 rank 0] b\n"
+    )

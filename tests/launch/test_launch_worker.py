@@ -16,7 +16,8 @@ from shoal.launch import StopSignal, run_rank
 
 @pytest.fixture(autouse=True)
 def own_signals(monkeypatch):
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    heeded = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in heeded}
     monkeypatch.delenv("SHOAL_OUTCOMES", raising=False)
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     yield
@@ -28,7 +29,7 @@ def test_the_exit_code_is_what_the_work_gives():
     assert run_rank(0, lambda stop: 75) == 75
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_that_is_heeded_is_noted(number):
     def work(stop):
         stop.heed()
@@ -42,7 +43,29 @@ def test_a_signal_that_is_heeded_is_noted(number):
 
 def test_a_signal_that_is_not_heeded_yet_ends_the_process():
     StopSignal()
-    assert signal.getsignal(signal.SIGTERM) == signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    asked = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    assert {signal.getsignal(number) for number in asked} == {signal.SIG_DFL}
+
+
+SLOW = """
+import os, signal, time
+from shoal.launch import run_rank
+
+def work(stop):
+    stop.heed()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    time.sleep(60)
+
+run_rank(3, work, grace=0.5)
+"""
+
+
+def test_a_rank_that_cannot_save_within_the_grace_says_so_and_ends():
+    ended = subprocess.run([sys.executable, "-c", SLOW], capture_output=True, text=True)
+    assert ended.returncode == 130
+    assert ended.stderr == (
+        "shoal: ended by SIGUSR1: the step and the save took longer than the grace of 0.5 s\n"
+    )
 
 
 LAUNCHED = """

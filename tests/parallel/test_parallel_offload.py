@@ -265,6 +265,9 @@ def test_a_disk_that_is_full_in_the_middle_is_named_and_the_last_checkpoint_is_i
         ("dp=2,tp=2,microbatch=2", "activations:file"),
         ("dp=2,shard=zero3,microbatch=2", "optimizer:file+gradients:file+parameters:file+activations:file"),
         ("dp=1,pp=2,microbatch=1,schedule=zb-h1", "activations:file"),
+        ("dp=1,recompute=full:1", "activations:file:1"),
+        ("dp=1,microbatch=2,recompute=selective", "optimizer:file+activations:file:2"),
+        ("dp=1,pp=2,microbatch=2", "activations:file:2"),
     ],
 )
 def test_with_activations_in_files_a_training_has_the_same_bits(ranks, tmp_path, plan, offload):

@@ -1,12 +1,16 @@
 """Recompute in some of the blocks: trainings have the bits of those without."""
 
+import math
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from offload_stand_ins import trained
 from torch import nn
 
 from shoal.parallel.compiled import compile_blocks
-from shoal.plan import Plan
+from shoal.plan import Plan, block_choices
 from shoal.plan.recompute import Recompute
 
 
@@ -41,15 +45,15 @@ class Counted(nn.Linear):
 
 
 @pytest.mark.parametrize("policy", ["full", "selective"])
-@pytest.mark.parametrize("again", [0, 1, 3])
-def test_the_first_blocks_of_a_stage_are_made_again(policy, again):
+@pytest.mark.parametrize("again", [(), (0,), (0, 2), (0, 1, 2)])
+def test_the_blocks_that_recompute_are_made_again(policy, again):
     blocks = [Counted(4, 4) for _ in range(3)]
     compile_blocks(blocks, policy, again=again)
     values = torch.ones(2, 4, requires_grad=True)
     for block in blocks:
         values = block(values).relu()
     values.sum().backward()
-    assert [block.calls for block in blocks] == [1 + (number < again) for number in range(3)]
+    assert [block.calls for block in blocks] == [1 + (number in again) for number in range(3)]
 
 
 def test_a_stage_has_its_share_of_the_number_rounded_up():
@@ -58,3 +62,16 @@ def test_a_stage_has_its_share_of_the_number_rounded_up():
     assert Recompute.parse("full:99").count(12, 24) == 12
     assert Recompute.parse("selective").count(5, 24) == 5
     assert Recompute.parse("none").count(5, 24) == 5
+
+
+@given(blocks=st.integers(1, 12), recomputed=st.integers(1, 12), stored=st.integers(1, 12))
+def test_blocks_in_files_are_spread_evenly_and_the_first_others_recompute(blocks, recomputed, stored):
+    plan = Plan.parse(f"recompute=full:{recomputed},offload=activations:file:{stored}")
+    again, in_files = block_choices(plan, blocks, 12)
+    assert len(again) == plan.recomputed.count(blocks, 12)
+    assert len(in_files) == min(blocks, -(-stored * blocks // 12))
+    for first in range(blocks + 1):
+        assert len([each for each in in_files if each < first]) == math.ceil(first * len(in_files) / blocks)
+    others = [each for each in range(blocks) if each not in in_files]
+    assert again.intersection(others) == set(others[: len(again)])
+    assert again.intersection(in_files) == set(sorted(in_files)[: max(0, len(again) - len(others))])

@@ -28,7 +28,11 @@ def plans(draw):
     apart = () if cp * ep == 1 else ("local", "auto")  # without shards, a worker is one rank
     exchanges = [each for each in CHOICES["exchange"] if each not in apart] if naive else ["bucketed"]
     exchange = draw(st.sampled_from(exchanges))
-    offload = ["none"] if exchange != "bucketed" else ["none", "optimizer:host", "activations:file"]
+    offload = (
+        ["none"]
+        if exchange != "bucketed"
+        else ["none", "optimizer:host", "activations:file", "optimizer:file+activations:file:3"]
+    )
     if shard == "zero3":
         offload.append("parameters:file+optimizer:file+gradients:file")
     return Plan(
@@ -85,6 +89,9 @@ def test_settings_left_out_have_their_defaults():
         ("recompute=full:none", "such as full:8"),
         ("recompute=none:4", "such as full:8"),
         ("recompute=selective:0", "such as full:8"),
+        ("offload=activations:file:0", "such as activations:file:8"),
+        ("offload=activations:file:some", "such as activations:file:8"),
+        ("offload=optimizer:file:2", "is no part"),
         ("dp=4,shard=zero3,replicate=4,ep=2", "the 1 ranks over which shard=zero3 shards a state"),
         ("order=pp-dp-cp", "each of pp, dp, cp and tp once"),
         ("order=pp-dp-cp-tp-ep", "each of pp, dp, cp and tp once"),

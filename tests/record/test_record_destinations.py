@@ -86,6 +86,17 @@ def test_a_receiver_that_hangs_holds_up_neither_steps_nor_the_end_and_its_loss_i
     assert reports == ["one did not take all values within 0.1 s", "one lacks the values of 5000 steps"]
 
 
+def test_where_only_the_newest_value_counts_what_waits_is_given_as_one():
+    slow, reports = Slow(0.0), []
+    logger = QueuedLogger("one", lambda: slow, reports.append, newest=True)
+    for step in range(500):
+        logger.log(step, {"loss": 1.0})
+    logger.close()
+    assert slow.got[-1] == 499
+    assert len(slow.got) < 50
+    assert reports == []
+
+
 def test_errors_are_told_once_and_a_receiver_that_recovers_goes_on():
     reports = []
     logger = QueuedLogger("one", lambda: Failing(3), reports.append)

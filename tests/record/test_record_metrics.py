@@ -121,6 +121,6 @@ def test_tensorboard_that_cannot_write_stops_nothing(tmp_path: Path) -> None:
 
 
 def test_without_tensorboard_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.record_writer", None)
     with pytest.raises(MissingExtraError, match=r"shoal\[tensorboard\]"):
         TensorBoardLogger(tmp_path)

@@ -1,6 +1,7 @@
 """The pages in Debian's Chromium: `make test-long` installs what this needs, and prints the times."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -95,6 +96,26 @@ def tab(chromium, address):
     made.context.close()
 
 
+def share_of_cores():
+    """How many processes wanted each core in the last minute, 1 at least: a page gets that part of a core.
+
+    A page that takes 0.2 s alone took up to 5 s at a load of 20 on two cores.
+    """
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
+def first_paint(tab, url):
+    """The milliseconds until a page first shows something: the best of three, unless the first will do."""
+    best = math.inf
+    for _ in range(3):
+        tab.open(url)
+        paint = tab.value("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+        best = min(best, paint)
+        if best <= 1000:
+            break
+    return best
+
+
 def base_of(address):
     return address.partition("/?")[0]
 
@@ -103,9 +124,9 @@ def base_of(address):
 @pytest.mark.parametrize(("size", "scheme"), [("desk", "light"), ("desk", "dark"), ("phone", "light")])
 def test_a_page_draws_without_an_error_and_keeps_nobody_out(chromium, address, name, size, scheme):
     tab = Tab(chromium, address, size=size, scheme=scheme)
-    tab.open(f"{base_of(address)}/{name}?run=tiny")
-    paint = tab.value("performance.getEntriesByName('first-contentful-paint')[0].startTime")
+    paint = first_paint(tab, f"{base_of(address)}/{name}?run=tiny")
     print(f"\nfirst paint of {name}, {size}, {scheme}: {paint:.0f} ms")
+    assert paint <= 1000 * share_of_cores()
     assert tab.value("document.documentElement.scrollWidth - innerWidth") <= 0, "wider than the screen"
     tab.value("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
     tab.page.wait_for_timeout(100)

@@ -25,13 +25,21 @@ Where attention is not fused, the gradients of its scores, twice the bytes of th
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from shoal.cost.layout import Layout
 from shoal.workload import Attention, Block, Part, Product, Saved, Workload
 
-__all__ = ["BlockMemory", "EndMemory", "block_memory", "end_memory", "kept_bytes", "stream_bytes"]
+__all__ = [
+    "BlockMemory",
+    "EndMemory",
+    "block_memory",
+    "end_memory",
+    "in_file",
+    "kept_bytes",
+    "stream_bytes",
+]
 
 _FP32 = 4  # bytes
 _OF_TOKEN = 22  # bytes per token that the end keeps with tp > 1
@@ -50,6 +58,7 @@ class BlockMemory:
         experts: Number of trained parameters of the rank's experts.
         frozen: Number of other parameters on the rank, without experts.
         frozen_experts: Number of other parameters of the rank's experts.
+        stored: Bytes that a file keeps from forward to backward.
     """
 
     kept: float
@@ -60,6 +69,7 @@ class BlockMemory:
     experts: float
     frozen: float = 0.0
     frozen_experts: float = 0.0
+    stored: float = 0.0
 
     @property
     def parameters(self) -> float:
@@ -118,6 +128,11 @@ def block_memory(block: Block, workload: Workload, layout: Layout, *, is_layer: 
         frozen=block.frozen.whole + block.frozen.divided / layout.tp,
         frozen_experts=block.frozen.experts / layout.ep,
     )
+
+
+def in_file(block: BlockMemory) -> BlockMemory:
+    """Return the memory of a block whose activations are in a file from forward to backward."""
+    return replace(block, kept=0.0, stored=block.kept)
 
 
 def kept_bytes(block: Block, workload: Workload, layout: Layout, *, is_layer: bool) -> float:

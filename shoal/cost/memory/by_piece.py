@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from shoal.cost.memory.activations import block_memory
+from shoal.cost.memory.activations import block_memory, in_file
 from shoal.cost.memory.memory import Memories
 from shoal.cost.memory.states import States, frozen_bytes, states_of
-from shoal.cost.time.split import as_kept, kept_pieces
+from shoal.cost.time.split import as_kept, kept_pieces, stored_pieces
 from shoal.plan import SettledPlan
 
 __all__ = ["PieceMemory", "by_piece"]
@@ -20,13 +20,15 @@ class PieceMemory(NamedTuple):
         name: `embedding`, `layer 0` and so on, or `end`.
         place: Index along `pp` of the ranks that have it.
         states: Bytes of weights, gradients and optimizer between two steps.
-        activations: Bytes that the forward of one micro-batch keeps for backward.
+        activations: Bytes that the forward of one micro-batch keeps for backward in memory.
+        stored: Bytes that it keeps in a file.
     """
 
     name: str
     place: int
     states: States
     activations: float
+    stored: float = 0.0
 
 
 def by_piece(memories: Memories, plan: SettledPlan, batch: int) -> list[PieceMemory]:
@@ -45,7 +47,7 @@ def by_piece(memories: Memories, plan: SettledPlan, batch: int) -> list[PieceMem
     plan, workload = SettledPlan.of(plan, batch), memories.workload
     layout, last = memories.layout(plan), len(workload.layers) + 1
     stages = memories.stages(plan, batch)
-    kept = kept_pieces(workload, plan, stages)
+    kept, stored = (which(workload, plan, stages) for which in (kept_pieces, stored_pieces))
     placement = plan.placement if plan.pp > 1 else (0,)
     places = {piece: place for stage, place in zip(stages, placement, strict=True) for piece in stage}
     shards = plan.shards * plan.cp
@@ -61,5 +63,7 @@ def by_piece(memories: Memories, plan: SettledPlan, batch: int) -> list[PieceMem
             weights=states.weights + memory.frozen * frozen + memory.frozen_experts * frozen_expert
         )
         name = "embedding" if piece == 0 else "end" if piece == last else f"layer {piece - 1}"
-        found.append(PieceMemory(name, places[piece], states, memory.kept))
+        if piece in stored:
+            memory = in_file(memory)
+        found.append(PieceMemory(name, places[piece], states, memory.kept, memory.stored))
     return found

@@ -4,7 +4,8 @@ A rank holds the states of `states.py` all the time. Gradients that are sharded 
 one micro-batch, they exist in backward only. The rank also holds what `peak_candidates.py` lists for each
 moment of the step. `activation_peaks.py` says for how many micro-batches it holds activations, and
 `activations.py` how large these are. With pp > 1 there are also five messages of the stream: one received
-ahead, four being sent. With `offload` there are the buffers of `staging_bytes`.
+ahead, four being sent. With `offload` there are the buffers of `staging_bytes`, and with activations in files
+those of one more block, which is written or read while another computes.
 
 These are the tensors. On a GPU torch also allocates WORKSPACES for matrix products: together that is the peak
 of allocated memory. To decide what fits, a Cluster adds its `reserved` bytes (contexts, libraries' buffers)
@@ -27,12 +28,11 @@ from shoal.cost.kinds import Kinds
 from shoal.cost.layout import Layout
 from shoal.cost.memory.activation_peaks import activation_peaks
 from shoal.cost.memory.activations import stream_bytes
-from shoal.cost.memory.peak_candidates import Moment, StageEnds, gathered_bytes, moments_of
+from shoal.cost.memory.peak_candidates import Moment, gathered_bytes, moments_of
 from shoal.cost.memory.rank import Outline, Pieces
-from shoal.cost.memory.stack import Stack
 from shoal.cost.memory.states import States, frozen_bytes, states_of
 from shoal.cost.time.offload import fits_host, staging_bytes, tiers_on
-from shoal.cost.time.split import flop_costs, kept_pieces, pieces_by_stage
+from shoal.cost.time.split import flop_costs, kept_pieces, pieces_by_stage, stored_pieces
 from shoal.cost.time.step import Costs
 from shoal.plan import SettledPlan
 from shoal.plan.schedules import Held
@@ -144,7 +144,7 @@ class Memories:
         self._kinds = None if cluster is None or not cluster.parts else Kinds(cluster)
         self._costs = Costs(workload, cluster) if costs is None and cluster is not None else costs
         self._copies = copies
-        self._pieces: dict[tuple[Layout, frozenset[int]], Pieces] = {}
+        self._pieces: dict[tuple[Layout, frozenset[int], frozenset[int]], Pieces] = {}
         self._uncovered: dict[tuple[object, ...], list[Outline]] = {}
         self._largest: dict[tuple[object, ...], tuple[_Rank, ...]] = {}
 
@@ -172,7 +172,8 @@ class Memories:
             PlanError: The model does not divide into the Plan's stages.
         """
         layout = self.layout(plan)
-        cut: tuple[object, ...] = (layout, plan.recomputed.blocks)
+        tiers = plan.tiers
+        cut: tuple[object, ...] = (layout, plan.recomputed.blocks, tiers.activations, tiers.blocks)
         if plan.pp > 1:
             cut = *cut, plan.pp, plan.schedule, plan.virtual, plan.activations, plan.split, batch // plan.dp
         if self._kinds is not None:
@@ -300,9 +301,10 @@ class Memories:
         """Yield the outline of each rank along `pp`, or of those at these places."""
         stages, microbatches = self.stages(plan, batch), plan.microbatches_of(batch)
         kept = kept_pieces(self.workload, plan, stages)
-        pieces = self._pieces.get((layout, kept))
+        stored = stored_pieces(self.workload, plan, stages)
+        pieces = self._pieces.get((layout, kept, stored))
         if pieces is None:
-            pieces = self._pieces[layout, kept] = Pieces(self.workload, layout, kept)
+            pieces = self._pieces[layout, kept, stored] = Pieces(self.workload, layout, kept, stored)
         if plan.pp == 1:
             return pieces.outlines(stages, (0,), ((Held((1.0,), (0.0,)),),), places)
         virtual = plan.stages // plan.pp
@@ -310,12 +312,10 @@ class Memories:
         return pieces.outlines(stages, plan.placement, held, places)
 
     def _rank(self, plan: SettledPlan, layout: Layout, outline: Outline) -> _Rank:
-        stack, ends, activations = outline.stack, outline.ends, outline.activations
+        stack, ends = outline.stack, outline.ends
+        activations = outline.activations + max([each.stored for each in stack.layers], default=0.0)
         update = Moment("optimizer", freed=_FP32 * (outline.dense + layout.ep * outline.experts))
         moments = [*moments_of(plan, layout, activations, stack, ends, copies=self._copies), update]
-        if plan.tiers.activations == "file":
-            activations = min(activations, _in_reach(stack, ends))
-            moments = [each._replace(activations=min(activations, each.activations)) for each in moments]
         return _Rank(
             outline,
             _MESSAGES * stream_bytes(self.workload, layout) if plan.pp > 1 else 0.0,
@@ -357,14 +357,6 @@ def memory_of(
         PlanError: The batch does not divide into the Plan's micro-batches, or the model into its stages.
     """
     return Memories(workload, cluster).of(plan, batch)
-
-
-def _in_reach(stack: Stack, ends: StageEnds) -> float:
-    """Return the bytes of activations in memory if those of layers are in files.
-
-    They are what the end keeps, and two layers: one computes, and another is written or read.
-    """
-    return ends.kept + max([each.kept + each.whole for each in stack.layers], default=0.0)
 
 
 def _uncovered(outlines: Iterable[Outline], tightness: Sequence[float]) -> list[Outline]:

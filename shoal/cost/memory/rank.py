@@ -11,7 +11,7 @@ from itertools import accumulate, product
 from operator import mul
 
 from shoal.cost.layout import Layout
-from shoal.cost.memory.activations import BlockMemory, block_memory, end_memory
+from shoal.cost.memory.activations import BlockMemory, block_memory, end_memory, in_file
 from shoal.cost.memory.peak_candidates import StageEnds
 from shoal.cost.memory.stack import Stack
 from shoal.cost.time.split import as_kept
@@ -67,17 +67,25 @@ class Pieces:
         workload: The Workload that is laid over ranks.
         layout: The Layout that it has there.
         kept: The pieces in whose backward nothing is computed again.
+        stored: The pieces whose activations are in files from forward to backward.
     """
 
-    def __init__(self, workload: Workload, layout: Layout, kept: Container[int] = ()) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        layout: Layout,
+        kept: Container[int] = (),
+        stored: Container[int] = (),
+    ) -> None:
         last = len(workload.layers) + 1
-        known: dict[tuple[Block, bool], BlockMemory] = {}
+        known: dict[tuple[Block, bool, bool], BlockMemory] = {}
         blocks = []
         for piece, block in enumerate(workload.pieces):
             made = as_kept(block) if piece in kept else block
-            key = made, 0 < piece < last
+            key = made, 0 < piece < last, piece in stored
             if key not in known:
-                known[key] = block_memory(made, workload, layout, is_layer=0 < piece < last)
+                found = block_memory(made, workload, layout, is_layer=0 < piece < last)
+                known[key] = in_file(found) if piece in stored else found
             blocks.append(known[key])
         self._blocks = tuple(blocks)
         self._ep = layout.ep

@@ -2,17 +2,22 @@
 
 A rank's optimizer owns N elements. L is the rate of the device's link to the host in one direction. H and D
 are one device's share of the rates of the host's memory and of its files. F and B are the seconds of a
-micro-batch's forward and backward on the rank, in each of m micro-batches, and A the bytes that its layers
-keep from one to the other. The seconds of one step are:
+micro-batch's forward and backward on the rank, in each of m micro-batches, and A the bytes that layers in
+files keep from one to the other. The seconds of one step are:
 
     update      The optimizer passes 28 N bytes through the host's memory. On a GPU gradients and values come
                 down the link before that, 8 N bytes, and values go up after it, 4 N. Meanwhile files are read
                 and written: moments 16 N, gradients 4 N, parameters 8 N bytes. The longer of both counts:
                 max(28 N / H + 12 N / L, files / D). It replaces the optimizer's passes on the device
     forward     Parameters in files are read while the block before computes, 4 N bytes, and activations are
-                written, A: m max(0, bytes / D - F)
+                written, A: m (c + max(0, bytes / D - F - c))
     backward    Parameters and activations are read, 4 N + A, and gradients written, 4 N; after the first
-                micro-batch the sum of gradients so far is read too, 4 N: the sum of max(0, bytes / D - B)
+                micro-batch the sum of gradients so far is read too, 4 N: as in forward, with B
+                in place of F. Nothing hides the reads for the last block of a stage, if it is in files
+
+c are the processor's seconds on CPUs. A byte of activations in files takes 1 / MOVED_RATE in each direction.
+A process with state in files gives freed memory back to the system, which clears what is allocated again: for
+each byte that layers keep without recompute, one in forward and three in backward, at FRESH_RATE.
 
 Only what is in files counts for D. With optimizer:host the host's memory holds the moments. Buffers of blocks
 are in the host's memory too, which on CPUs is the device's: see `staging_bytes`.
@@ -28,6 +33,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shoal.cluster import Cluster
+from shoal.cost.time.stored import Stored
 from shoal.errors import ClusterError
 from shoal.plan import BLOCK_ELEMENTS, BUFFERS, Plan, Tiers
 from shoal.units import format_bytes
@@ -44,6 +50,16 @@ __all__ = [
 
 _FP32 = 4.0  # bytes
 _MOMENTS = 2
+
+FRESH_RATE = 7.5e9
+"""[Fitted] Bytes/s of memory that the system finds and clears at its first touch, in pages of 4 KiB."""
+
+MOVED_RATE = 4e9
+"""[Fitted] Bytes/s of activations that the processor can move one way: it copies them, and makes requests."""
+
+_FRESH = (1, 3)
+"""[Fitted] Bytes of memory that forward and backward take, over those that layers keep without recompute."""
+
 _ADAM_BYTES = 28  # reads gradient, value and two moments in fp32, writes the last three
 
 
@@ -53,8 +69,8 @@ class Offload:
 
     Attributes:
         parts: Exposed seconds of a step, by name: forward, backward, update.
-        waits: Seconds of a step in which a device waits for files: what is exposed, without the update's own
-            work.
+        waits: Seconds of a step in which a device waits for files: what is exposed, without the work of the
+            update, of moving activations and of clearing memory.
         replaced: Seconds that the step saves: the optimizer's passes on the device.
         link_bytes: Bytes in a step over the device's link, in both directions.
         file_bytes: Bytes in a step to and from files.
@@ -86,7 +102,7 @@ def offload_of(
     passes: tuple[float, float],
     count: int,
     update: float,
-    kept: float = 0.0,
+    stored: Stored,
 ) -> Offload:
     """Return the effect of a Plan's `offload` on a rank.
 
@@ -97,7 +113,7 @@ def offload_of(
         passes: Seconds of a micro-batch's forward and backward on the rank.
         count: Micro-batches of a step.
         update: Seconds of the optimizer's passes on the device.
-        kept: Bytes that the rank's layers keep for a micro-batch from forward to backward.
+        stored: Bytes of a micro-batch's activations, in files or not.
 
     Raises:
         ClusterError: A rate of the host is not known.
@@ -109,20 +125,24 @@ def offload_of(
     shard = _FP32 * owned
     in_files = {part: float(place == "file") for part, place in tiers.moved.items()}
     reads, gradients = in_files.get("parameters", 0.0), in_files.get("gradients", 0.0)
-    kept *= in_files.get("activations", 0.0)
     rate = _file_rate(cluster) if tiers.has_files else math.inf
-    down = reads * shard + kept
+    down = reads * shard + stored.every
+    work = [0.0, 0.0]
+    if cluster.cores and tiers.has_files:
+        work = [stored.every / MOVED_RATE + times * stored.made / FRESH_RATE for times in _FRESH]
     first, later = down + gradients * shard, down + 2 * gradients * shard
     files, made, link = _update_of(cluster, tiers, owned, update)
     state = shard * (_MOMENTS * ("optimizer" in tiers.moved) + gradients + reads)
+    alone = stored.last / rate
+    reads_of = [max(work[1], (each - stored.last) / rate - backward) for each in (first, later)]
     parts = {
-        "forward": count * max(0.0, down / rate - forward),
-        "backward": max(0.0, first / rate - backward) + (count - 1) * max(0.0, later / rate - backward),
+        "forward": count * max(work[0], down / rate - forward),
+        "backward": count * alone + reads_of[0] + (count - 1) * reads_of[1],
         "update": max(made, files / rate),
     }
     return Offload(
         parts=parts,
-        waits=sum(parts.values()) - made,
+        waits=sum(parts.values()) - made - count * sum(work),
         replaced=update,
         link_bytes=link,
         file_bytes=files + count * down + first + (count - 1) * later,

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 
-from shoal.plan import SettledPlan
+from shoal.plan import SettledPlan, block_choices
 from shoal.plan.stages import Cost, parse_split, ranges_of, split_by_cost, split_by_count
 from shoal.workload import Block, Workload
 
-__all__ = ["as_kept", "flop_costs", "kept_pieces", "pieces_by_stage"]
+__all__ = ["as_kept", "flop_costs", "kept_pieces", "pieces_by_stage", "stored_pieces"]
 
 
 def pieces_by_stage(
@@ -56,12 +56,30 @@ def kept_pieces(workload: Workload, plan: SettledPlan, stages: Sequence[range]) 
     """
     if plan.recomputed.blocks is None:
         return frozenset()
-    last = len(workload.layers) + 1
-    kept: list[int] = []
-    for stage in stages:
-        layers = range(max(stage.start, 1), min(stage.stop, last))
-        kept += layers[plan.recomputed.count(len(layers), last - 1) :]
+    number, kept = len(workload.layers), set[int]()
+    for layers in _layers_of(workload, stages):
+        again = block_choices(plan, len(layers), number).recomputed
+        kept.update(piece for place, piece in enumerate(layers) if place not in again)
     return frozenset(kept)
+
+
+def stored_pieces(workload: Workload, plan: SettledPlan, stages: Sequence[range]) -> frozenset[int]:
+    """Return the pieces whose activations are in files from forward to backward.
+
+    The arguments are those of `kept_pieces`.
+    """
+    if plan.tiers.activations == "device":
+        return frozenset()
+    number, stored = len(workload.layers), set[int]()
+    for layers in _layers_of(workload, stages):
+        stored.update(layers[place] for place in block_choices(plan, len(layers), number).stored)
+    return frozenset(stored)
+
+
+def _layers_of(workload: Workload, stages: Sequence[range]) -> list[range]:
+    """Return the pieces of each stage that are layers, and not the embedding or the end."""
+    last = len(workload.layers) + 1
+    return [range(max(stage.start, 1), min(stage.stop, last)) for stage in stages]
 
 
 @lru_cache(maxsize=256)

@@ -35,7 +35,6 @@ from shoal.cost.collectives.network import collective_seconds
 from shoal.cost.collectives.places import alike_boundaries, message_bytes, message_seconds
 from shoal.cost.kinds import ByKind, Kinds, views_of
 from shoal.cost.layout import Layout
-from shoal.cost.memory.activations import kept_bytes
 from shoal.cost.time.block import BlockCost
 from shoal.cost.time.buckets import owned_by_rank, parameters_on_rank
 from shoal.cost.time.data_parallel import DataParallelCosts, Runs, StageWork, runs_of
@@ -47,6 +46,7 @@ from shoal.cost.time.offload import Offload, offload_of, require_host
 from shoal.cost.time.passes import stream_seconds
 from shoal.cost.time.split import as_kept, kept_pieces, pieces_by_stage
 from shoal.cost.time.stage_cost import StageCost, backward_waited_for, works_by_stage
+from shoal.cost.time.stored import stored_bytes
 from shoal.cost.time.update import gradient_sum_bytes, update_bytes
 from shoal.plan import Boundary, Groups, SettledPlan
 from shoal.plan.stages import Cost
@@ -228,14 +228,9 @@ class Costs:
         stage, here = self.stages(plan, count)[place], self.at(plan, place)
         passes = stage.forward, stage.input + stage.weight
         owned, update = owned_by_rank(stage.parameters, plan), here.update(plan, stage.parameters)
-        kept = 0.0
-        if plan.tiers.activations != "device":
-            stages = zip(plan.placement if plan.pp > 1 else (0,), self.blocks_of(plan, count), strict=True)
-            blocks = [block for rank, held in stages if rank == place for block in held]
-            ends, layout = (self.workload.embedding, self.workload.end), here.settled(Layout.of(plan))
-            layers = [each for each in blocks if each not in ends]
-            kept = sum(kept_bytes(each, self.workload, layout, is_layer=True) for each in layers)
-        return offload_of(here.cluster, plan, owned, passes, count, update, kept), owned
+        stages, pieces = self._ranges(plan, count), self._pieces(plan, count)
+        stored = stored_bytes(self.workload, plan, stages, pieces, here.settled(Layout.of(plan)), place)
+        return offload_of(here.cluster, plan, owned, passes, count, update, stored), owned
 
     def least_of_passes(self, plan: SettledPlan, count: int) -> float:
         """Return a lower bound on the seconds of `count` micro-batches, for any sharding of the state."""
@@ -276,7 +271,9 @@ class Costs:
         layout = Layout.of(plan)
         where = () if self._by_kind is None else (plan.dp, plan.order)
         by_cost = count if plan.split == "cost" else 0
-        key = layout, plan.pp, plan.schedule, plan.virtual, plan.split, by_cost, plan.recomputed.blocks, where
+        blocks = plan.recomputed.blocks
+        chosen = None if blocks is None else (blocks, plan.tiers.activations, plan.tiers.blocks)
+        key = layout, plan.pp, plan.schedule, plan.virtual, plan.split, by_cost, chosen, where
         found = self._stages.get(key)
         if found is None:
             held = self._cut(plan, count) if plan.split == "cost" else self._cuts.get(key[1:])
@@ -295,12 +292,21 @@ class Costs:
 
     def blocks_of(self, plan: SettledPlan, count: int) -> list[Sequence[Block]]:
         """Return the blocks of each stage of the whole pipeline; one stage without a pipeline."""
-        pieces = self.workload.pieces
+        pieces = self._pieces(plan, count)
+        return [pieces[each.start : each.stop] for each in self._ranges(plan, count)]
+
+    def _ranges(self, plan: SettledPlan, count: int) -> tuple[range, ...]:
+        """Return the pieces of each stage."""
         costs, paces = partial(self.piece_costs, Layout.of(plan)), partial(self.paces, plan)
-        ranges = pieces_by_stage(self.workload, plan, count, costs, paces)
-        if kept := kept_pieces(self.workload, plan, ranges):
-            pieces = tuple(as_kept(each) if place in kept else each for place, each in enumerate(pieces))
-        return [pieces[each.start : each.stop] for each in ranges]
+        return pieces_by_stage(self.workload, plan, count, costs, paces)
+
+    def _pieces(self, plan: SettledPlan, count: int) -> tuple[Block, ...]:
+        """Return the pieces of the model, those that the Plan's recompute leaves out as kept."""
+        pieces = self.workload.pieces
+        if plan.recomputed.blocks is None:
+            return pieces
+        kept = kept_pieces(self.workload, plan, self._ranges(plan, count))
+        return tuple(as_kept(each) if place in kept else each for place, each in enumerate(pieces))
 
     def _cut(self, plan: SettledPlan, count: int) -> list[_Held]:
         """Return the blocks of each rank's stages."""

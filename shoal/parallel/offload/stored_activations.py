@@ -5,13 +5,15 @@ Autograd saves tensors for backward; hooks put those of blocks into a file and b
 restored tensor has the strides that it had: kernels then give the same bits. Tensors stay in memory that are
 small, are views of something larger, or belong to parameters and buffers.
 
-Writes run behind the forward. The first tensor that a block's backward asks for starts the reads of all of
-its tensors, and of those of the block before. With recompute=full a block's input is all that it saves.
+Writes run behind the forward: at most as many bytes as one block saves are still to be written. When the
+backward of a block begins, stored or not, the reads begin of what the stored block before it saved. With
+recompute=full a block's input is all that it saves.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -21,9 +23,10 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from shoal.parallel.offload.state_file import Segment, aligned_buffer
+from shoal.parallel.offload.buffer_pool import BufferPool
+from shoal.parallel.offload.state_file import Segment
 from shoal.parallel.offload.storage import Storage
-from shoal.plan import GRANULE
+from shoal.plan import GRANULE, Plan, block_choices
 
 __all__ = ["store_activations"]
 
@@ -34,12 +37,47 @@ _CHUNK = 1 << 26
 """Bytes of the file that are reserved at once."""
 
 
-def store_activations(storage: Storage, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Make blocks keep what they save for backward in a file; wraps their forward, within their hooks."""
+def store_activations(
+    storage: Storage, model: nn.Module, plan: Plan, stages: Sequence[Sequence[nn.Module]], every: int
+) -> None:
+    """Make blocks keep what they save for backward in a file; wraps their forward, within their hooks.
+
+    Args:
+        storage: The rank's storage.
+        model: The model.
+        plan: The Plan, which says which blocks of a stage do so.
+        stages: The blocks of each of this rank's stages.
+        every: Number of the model's blocks.
+    """
     space = _Space(storage)
     buffers = [buffer for buffer in model.buffers() if not buffer.is_meta]
-    for block in blocks:
-        block.forward = _storing(block, block.forward, space, buffers)
+    for blocks in stages:
+        stored = block_choices(plan, len(blocks), every).stored
+        for place, block in enumerate(blocks):
+            if place in stored:
+                block.forward = _storing(block, block.forward, space, buffers)
+            else:
+                block.forward = _reading_ahead(block.forward, space)
+
+
+def _reading_ahead(forward: Callable[..., Any], space: _Space) -> Callable[..., Any]:
+    """Return a block's forward, whose backward begins to read what the stored block before it saved."""
+
+    def kept(*inputs: Any, **named: Any) -> Any:
+        output = forward(*inputs, **named)
+        first = output[0] if isinstance(output, tuple | list) else output
+        if isinstance(first, torch.Tensor) and first.requires_grad:
+            reference = space.last
+
+            def begin(gradient: torch.Tensor) -> None:
+                before = None if reference is None else reference()
+                if before is not None:
+                    before.read()
+
+            first.register_hook(begin)
+        return output
+
+    return kept
 
 
 def _storing(
@@ -53,6 +91,7 @@ def _storing(
         with saved_tensors_hooks(saved.pack, _unpack):
             output = forward(*inputs, **named)
         saved.end()
+        space.most = max(space.most, saved.nbytes)
         return output
 
     return stored
@@ -69,17 +108,29 @@ class _Place:
 
 @final
 class _Space:
-    """The file of a rank's activations; ranges that are free again are used for equal sizes."""
+    """The file of a rank's activations; ranges that are free again are used for equal sizes.
+
+    Attributes:
+        storage: The rank's storage.
+        last: The last forward of a stored block.
+        most: The most bytes that a block saved; as many may be still to be written.
+        buffers: Memory of what is being written and read.
+    """
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self.last: weakref.ref[_Saved] | None = None
+        self.most = 0
+        self.buffers = BufferPool()
+        self._handles = 0
+        self._writing: deque[tuple[Future[None], int]] = deque()
         self._free: dict[int, list[_Place]] = {}
         self._segment: Segment | None = None
         self._used = 0
 
     def take(self, nbytes: int) -> _Place:
         """Return a range of at least so many bytes, to which nothing is written any more."""
+        self._handles += 1
         size = -(-nbytes // GRANULE) * GRANULE
         if free := self._free.get(size):
             place = free.pop()
@@ -93,8 +144,21 @@ class _Space:
         first, self._used = self._used, self._used + size
         return _Place(self._segment, first)
 
+    def write(self, place: _Place, values: torch.Tensor) -> Future[None]:
+        """Begin to write values, once what is still to be written leaves room for them."""
+        left = sum(nbytes for _, nbytes in self._writing) + values.nbytes
+        while self._writing and (left > self.most or self._writing[0][0].done()):
+            written, nbytes = self._writing.popleft()
+            self.storage.wait(written, "write:activations")
+            left -= nbytes
+        self._writing.append((self.storage.start(place.segment.write, place.first, values), values.nbytes))
+        return self._writing[-1][0]
+
     def give_back(self, place: _Place, nbytes: int) -> None:
-        """Free a range."""
+        """Free a range; the last one that is in use ends the backwards, and their buffers."""
+        self._handles -= 1
+        if not self._handles:
+            self.buffers.clear()
         self._free.setdefault(-(-nbytes // GRANULE) * GRANULE, []).append(place)
 
 
@@ -105,11 +169,15 @@ class _Saved:
     Args:
         space: The file.
         own: Addresses of storages that stay in memory.
+
+    Attributes:
+        nbytes: Bytes that it put into the file.
     """
 
     def __init__(self, space: _Space, own: set[int]) -> None:
         self._space = space
         self._own = own
+        self.nbytes = 0
         self._before = space.last
         self._known: dict[tuple[int, int], _Handle] = {}
         self._alive: list[torch.Tensor] = []  # until the end: another tensor could get the memory of one
@@ -127,6 +195,7 @@ class _Saved:
         handle = self._known.get((address, tensor._version))
         if handle is None:
             handle = self._known[address, tensor._version] = _Handle(self, self._space, storage)
+            self.nbytes += nbytes
             self._alive.append(tensor)
             self._handles.append(weakref.ref(handle))
         return handle, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
@@ -161,19 +230,15 @@ class _Handle:
         self._place = space.take(self._nbytes)
         self._buffer: torch.Tensor | None = None
         self._reading: Future[None] | None = None
-        staged = aligned_buffer(self._nbytes, torch.uint8)
+        staged = space.buffers.take(self._nbytes)
         staged[: self._nbytes].copy_(torch.empty(0, dtype=torch.uint8).set_(values))
-        place = self._place
-        place.written = space.storage.write_behind(place.segment.write, place.first, staged)
+        self._place.written = space.write(self._place, staged)
 
     def start_read(self) -> None:
         """Begin to read the storage, unless that was begun."""
         if self._buffer is None:
-            assert self._place.written is not None
-            self._space.storage.wait(self._place.written, "write:activations")
-            self._buffer = aligned_buffer(self._nbytes, torch.uint8)
-            place = self._place
-            self._reading = self._space.storage.start(place.segment.read, place.first, self._buffer)
+            self._buffer = self._space.buffers.take(self._nbytes)
+            self._reading = self._space.storage.start(_read_written, self._place, self._buffer)
 
     def load(self) -> torch.Tensor:
         """Return the bytes of the storage."""
@@ -188,6 +253,13 @@ class _Handle:
         """Free the range."""
         if hasattr(self, "_place"):
             self._space.give_back(self._place, self._nbytes)
+
+
+def _read_written(place: _Place, into: torch.Tensor) -> None:
+    """Read a range of the file, once its last write has ended."""
+    assert place.written is not None
+    place.written.result()
+    place.segment.read(place.first, into)
 
 
 def _unpack(packed: Any) -> torch.Tensor:

@@ -25,6 +25,8 @@ _PACKAGES: Mapping[str, tuple[str, str, str]] = {
     "opentelemetry": ("opentelemetry.sdk", "otel", "sending to OpenTelemetry"),
 }
 """The package of each receiver, the extra that installs it, and its purpose."""
+_GAUGES = ("Prometheus", "OpenTelemetry")
+"""Receivers that have one value of each name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,11 @@ class Destinations:
             (self.prometheus, "Prometheus", lambda: PrometheusLogger(name, parse_address(self.prometheus))),
             (self.opentelemetry, "OpenTelemetry", lambda: OpenTelemetryLogger(name, self.opentelemetry)),
         ]
-        return [QueuedLogger(receiver, make, say) for is_asked, receiver, make in makers if is_asked]
+        return [
+            QueuedLogger(receiver, make, say, newest=receiver in _GAUGES)
+            for is_asked, receiver, make in makers
+            if is_asked
+        ]
 
 
 def _is_installed(package: str) -> bool:

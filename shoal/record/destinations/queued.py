@@ -2,7 +2,8 @@
 
 Steps put their values into a queue and go on. If the queue is full, the values are dropped and counted. The
 thread makes the receiver, gives it the values, and closes it. The first error is reported, and the number of
-values that were lost is reported at the end.
+values that were lost is reported at the end. The thread looks into the queue four times a second: a thread
+that woke at every step would cost short steps more than the values themselves.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ __all__ = ["QueuedLogger"]
 
 _QUEUED = 1_000
 """Steps that may wait."""
+_LOOK = 0.25
+"""Seconds between two looks into the queue."""
 _CLOSING = 10.0
 """Seconds for which the end of a run waits for a receiver."""
 _FAILURES = 20
@@ -33,6 +36,7 @@ class QueuedLogger(Logger):
         make: Makes the logger; called in the thread.
         say: Called with reports, one line each, from any thread.
         closing: Seconds for which `close` waits.
+        newest: Whether only the newest value of each name counts: values that wait are given as one.
     """
 
     def __init__(
@@ -41,12 +45,14 @@ class QueuedLogger(Logger):
         make: Callable[[], Logger],
         say: Callable[[str], object],
         closing: float = _CLOSING,
+        newest: bool = False,
     ) -> None:
         self._name = name
         self._make = make
         self._say = say
         self._closing = closing
-        self._waiting: queue.Queue[tuple[int, Mapping[str, float]] | None] = queue.Queue(_QUEUED)
+        self._newest = newest
+        self._waiting: queue.Queue[tuple[int, Mapping[str, float]]] = queue.Queue(_QUEUED)
         self._lost = 0
         self._failures = 0  # in a row
         self._is_ending = threading.Event()
@@ -79,32 +85,38 @@ class QueuedLogger(Logger):
             self._lose_all()
             return
         while (taken := self._next()) is not None:
+            step, values, count = taken
             if self._failures >= _FAILURES:
-                self._lost += 1
+                self._lost += count
                 continue
             try:
-                logger.log(*taken)
+                logger.log(step, values)
                 self._failures = 0
             except Exception as error:  # the code of others: training survives any error of it
-                self._lost += 1
+                self._lost += count
                 self._report(error)
         try:
             logger.close()
         except Exception as error:
             self._report(error)
 
-    def _next(self) -> tuple[int, Mapping[str, float]] | None:
-        """Return the next values; None once the run ends and none are left."""
-        while True:
-            try:
-                return self._waiting.get(timeout=0.1)
-            except queue.Empty:
-                if self._is_ending.is_set():
-                    return None
+    def _next(self) -> tuple[int, Mapping[str, float], int] | None:
+        """Return the next step, its values and how many steps they stand for; None after the last."""
+        while self._waiting.empty():
+            # What was put before the end must not be left.
+            if self._is_ending.wait(_LOOK) and self._waiting.empty():
+                return None
+        step, values = self._waiting.get_nowait()
+        merged, count = dict(values), 1
+        while self._newest and not self._waiting.empty():
+            step, values = self._waiting.get_nowait()
+            merged |= values
+            count += 1
+        return step, merged, count
 
     def _lose_all(self) -> None:
-        while self._next() is not None:
-            self._lost += 1
+        while (taken := self._next()) is not None:
+            self._lost += taken[2]
 
     def _report(self, error: Exception) -> None:
         self._failures += 1

@@ -1,0 +1,142 @@
+"""The part of `shoal train --nodes` that is about several hosts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from shoal.errors import ConfigError, PlanError
+from shoal.values import encode
+
+if TYPE_CHECKING:
+    from shoal.launch import Meeting, Nursery
+    from shoal.train import Job
+
+__all__ = ["add_arguments", "run_on_hosts"]
+
+_PORT = 29500  # torchrun's
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments about several hosts to the command."""
+    parser.add_argument(
+        "--nodes",
+        metavar="N|MIN:MAX",
+        help="train on several hosts, on each of which this command is started; with MIN, hosts may fail "
+        "while MIN are left: the others go on. Hosts that come later take free places, or stand by",
+    )
+    parser.add_argument(
+        "--rendezvous",
+        metavar="HOST:PORT",
+        help="with --nodes: where the hosts meet, an address of the host that leads them; by default "
+        f"MASTER_ADDR and MASTER_PORT, which is {_PORT} by default",
+    )
+
+
+def run_on_hosts(
+    args: argparse.Namespace, job_for: Callable[[int], Job], least: int | None, nursery: Nursery | None
+) -> int:
+    """Train on several hosts: lead them if this one has the rendezvous address, else follow.
+
+    Args:
+        args: The command line.
+        job_for: Returns the job for so many ranks, which is checked.
+        least: Number of ranks on a host with which the training goes on; None for all.
+        nursery: The Nursery that ranks are forked from; None to start a program for each.
+
+    Raises:
+        UserError: Something given cannot work; nothing was started.
+        WorkerError: A rank failed, and the others could not go on.
+        CommunicationError: Other hosts did not come, or the host that leads is gone.
+    """
+    from shoal.launch import follow, lead, open_meeting
+    from shoal.train import FOLDER, memory_folder, nothing_left_to_do
+
+    address = _address(args)
+    listening = open_meeting(address)
+    meeting = _meeting(args, address, leads=listening is not None)
+    with memory_folder() as folder, tempfile.NamedTemporaryFile(prefix="shoal-", suffix=".job") as file:
+        given = {} if folder is None else {FOLDER: str(folder)}
+        if listening is None:
+            return follow(meeting, "shoal.train", given, memory=folder, nursery=nursery)
+        with listening:
+            job = job_for(meeting.most * meeting.ranks)
+            _require_elastic(args, job)
+            if text := nothing_left_to_do(job):
+                print(text, file=sys.stderr)
+                return 0
+            file.write(encode(job))
+            file.flush()
+            return lead(
+                meeting,
+                listening,
+                [sys.executable, "-m", "shoal.train", file.name],
+                encode(job),
+                given,
+                least=meeting.least * (least or meeting.ranks),
+                restarts=args.restarts,
+                run=job.path,
+                resumes=job.goes_on,
+                memory=folder,
+                nursery=nursery,
+            )
+
+
+def _require_elastic(args: argparse.Namespace, job: Job) -> None:
+    if job.is_served:
+        raise PlanError(
+            f"--nodes {args.nodes} was given with the Plan {job.plan}",
+            possible="a Plan without parameter servers; with them, workers may be lost and join as it is",
+            change="leave --nodes out, and start the workers with torchrun or --join",
+        )
+
+
+def _address(args: argparse.Namespace) -> tuple[str, int]:
+    from shoal.collectives.interface import split_address
+
+    if args.rendezvous is not None:
+        return split_address(args.rendezvous, "--rendezvous")
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT") or str(_PORT)
+    if not host:
+        raise ConfigError(
+            f"--nodes {args.nodes} was given, and nothing says where the hosts meet",
+            possible="--rendezvous HOST:PORT, or MASTER_ADDR",
+            change="give the same address on all hosts: one of the host that shall lead them",
+        )
+    return split_address(f"{host}:{port}", "MASTER_ADDR:MASTER_PORT")
+
+
+def _meeting(args: argparse.Namespace, address: tuple[str, int], *, leads: bool) -> Meeting:
+    from shoal.launch import Meeting, find_token
+
+    least, between, most = args.nodes.partition(":")
+    try:
+        hosts = int(least), int(most if between else least)
+    except ValueError:
+        hosts = 0, 0
+    if not 1 <= hosts[0] <= hosts[1]:
+        raise ConfigError(
+            f"--nodes {args.nodes} is no number of hosts",
+            possible="N, or MIN:MAX with 1 <= MIN <= MAX",
+            change="write, for example, --nodes 4, or --nodes 2:4",
+        )
+    ranks = args.nproc if args.nproc is not None else _ranks_of_host()
+    return Meeting(
+        address=address,
+        least=hosts[0],
+        most=hosts[1],
+        ranks=ranks,
+        token=find_token(makes=leads),
+        grace=args.grace,
+    )
+
+
+def _ranks_of_host() -> int:
+    """Return one rank for each GPU of this host, or else for each core."""
+    import torch
+
+    return torch.cuda.device_count() or len(os.sched_getaffinity(0))

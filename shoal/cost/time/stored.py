@@ -1,0 +1,68 @@
+"""Bytes of activations that a rank makes, and has in files from forward to backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from shoal.cost.layout import Layout
+from shoal.cost.memory.activations import kept_bytes
+from shoal.cost.time.split import stored_pieces
+from shoal.plan import SettledPlan
+from shoal.workload import Block, Workload
+
+__all__ = ["Stored", "stored_bytes"]
+
+
+class Stored(NamedTuple):
+    """Bytes of a micro-batch's activations on a rank.
+
+    Attributes:
+        every: Bytes in files.
+        last: Bytes in files of blocks at the end of a stage, whose backward waits for them when it begins.
+        made: Bytes that the layers keep without recompute, in memory or in files.
+    """
+
+    every: float = 0.0
+    last: float = 0.0
+    made: float = 0.0
+
+
+def stored_bytes(
+    workload: Workload,
+    plan: SettledPlan,
+    stages: Sequence[range],
+    pieces: Sequence[Block],
+    layout: Layout,
+    place: int,
+) -> Stored:
+    """Return the bytes of activations on a rank.
+
+    Args:
+        workload: The Workload.
+        plan: The Plan.
+        stages: The pieces of each stage.
+        pieces: The Workload's pieces, those that recompute leaves out as kept.
+        layout: The Plan's layout, settled.
+        place: The rank's place along the pipeline.
+    """
+    if not plan.tiers.has_files:
+        return Stored()
+    stored, without = stored_pieces(workload, plan, stages), layout._replace(recompute="none")
+    known: dict[Block, tuple[float, float]] = {}  # with the Plan's recompute, and without
+    every = last = made = 0.0
+    for stage, rank in zip(stages, plan.placement if plan.pp > 1 else (0,), strict=True):
+        layers = range(max(stage.start, 1), min(stage.stop, len(workload.layers) + 1))
+        for piece in layers if rank == place else ():
+            block = pieces[piece]
+            if block not in known:
+                first, other = (
+                    kept_bytes(block, workload, each, is_layer=True) for each in (layout, without)
+                )
+                known[block] = first, other
+            made += known[block][1]
+            if piece in stored:
+                every += known[block][0]
+                if piece == layers[-1]:
+                    last += known[block][0]
+    return Stored(every, last, made)

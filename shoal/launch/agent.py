@@ -1,0 +1,170 @@
+"""Starts a machine's ranks for a fleet: `python -m shoal.launch`, with messages on stdin and stdout.
+
+See `shoal.launch.messages`. The agent outlives the fleet only until its ranks have saved.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import final
+
+import torch
+from torch._C._distributed_c10d import TCPStore
+
+from shoal.errors import ConfigError, ShoalError
+from shoal.launch.launcher import launch_on_node
+from shoal.launch.messages import NOW, Here, Task, from_line, to_line
+from shoal.launch.node import Node
+from shoal.launch.nursery import open_nursery
+from shoal.launch.output import pass_on
+
+__all__ = ["ALONE", "main", "open_store", "own_address", "ranks_here"]
+
+
+ALONE = 10.0
+"""Seconds for the ranks to save once the fleet is gone. Until then no other host may go on in their place."""
+
+_HEEDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+_SILENT = 15.0  # seconds after which a fleet that says nothing is gone
+_BETWEEN = 0.2  # seconds between two signals, which else may come in either order
+_AT_ONCE = 1 << 16  # bytes to read at once
+
+
+def main() -> int:
+    """Start the ranks of a Task, and tell how they ended; return the exit code of this process."""
+    messages = _Lines(sys.stdin.fileno())
+    task = from_line("", messages.next())
+    if not isinstance(task, Task):
+        print("shoal: no fleet has started this agent", file=sys.stderr)
+        return 2
+    try:
+        _prepare(task)
+        with open_nursery(task.module) as nursery:
+            address, ranks = task.address or own_address(), task.ranks or ranks_here()
+            store = open_store(address, task.port) if task.opens_store else None
+            port = 0 if store is None else store.port
+            _tell(task, Here(version=version("shoal"), ranks=ranks, address=address, port=port))
+            node = from_line(task.token, messages.next(_SILENT))
+            if not isinstance(node, Node):  # the fleet does without this machine
+                return 0
+            threading.Thread(target=_obey, args=(task, messages), daemon=True).start()
+            ended = launch_on_node(
+                [sys.executable, "-m", "shoal", *task.words],
+                ranks,
+                node,
+                logs=Path(task.logs) if task.logs else None,
+                nursery=nursery,
+                grace=task.grace,
+            )
+    except ShoalError as error:
+        _tell(task, error)
+        return error.exit_code
+    _tell(task, ended)
+    return 0
+
+
+def own_address() -> str:
+    """Return the address of this machine: the one that ssh was told, or else the one of its name."""
+    connection = os.environ.get("SSH_CONNECTION", "").split()
+    if len(connection) == 4:
+        return connection[2]
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
+
+
+def open_store(address: str, port: int) -> TCPStore:
+    """Open the store in which all ranks meet, on one address of this machine.
+
+    Args:
+        address: The address; empty for all of this machine.
+        port: The port; 0 for any that is free.
+
+    Raises:
+        ConfigError: It cannot listen there.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        listening = socket.create_server((address, port), family=family)
+    except OSError as error:
+        raise ConfigError(
+            f"the ranks cannot meet at {address or 'any address'}, port {port}: {error.strerror or error}",
+            possible="an address of the first host, and a port that is free there",
+            change="give another --address or --port",
+        ) from error
+    port = listening.getsockname()[1]
+    return TCPStore(
+        address or "localhost",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+
+
+def _prepare(task: Task) -> None:
+    """Take the environment and the working directory of a Task, and heed the signals that the fleet sends."""
+    os.environ.update(task.environment)
+    for number in _HEEDED:  # Ray's workers ignore some, and block others
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEEDED)
+    try:
+        os.chdir(task.folder)
+    except OSError as error:
+        raise ConfigError(
+            f"{task.folder} cannot be entered on {task.name}: {error.strerror}",
+            possible="a directory that every host has",
+            change="give another --folder",
+        ) from error
+
+
+@final
+class _Lines:
+    """The lines that come from a descriptor, with a time-out."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._read = b""
+
+    def next(self, seconds: float | None = None) -> bytes:
+        """Return the next line; empty at the end, or if nothing comes for some seconds."""
+        while b"\n" not in self._read:
+            ready, _, _ = select.select([self._descriptor], [], [], seconds)
+            data = os.read(self._descriptor, _AT_ONCE) if ready else b""
+            if not data:
+                return b""
+            self._read += data
+        line, newline, self._read = self._read.partition(b"\n")
+        return line + newline
+
+
+def _obey(task: Task, messages: _Lines) -> None:
+    """Send this process the signals that the fleet names. If the fleet is gone, the ranks save and end."""
+    name = ""
+    while name != NOW and (line := messages.next(_SILENT)):
+        told = from_line(task.token, line)
+        name = told if isinstance(told, str) else ""
+        if name in signal.Signals.__members__:
+            os.kill(os.getpid(), signal.Signals[name])
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_BETWEEN if name == NOW else ALONE)
+    os.kill(os.getpid(), signal.SIGINT)  # after another signal it means now
+
+
+def ranks_here() -> int:
+    """Return the number of ranks for this machine where none is given: one for each GPU, or one."""
+    return max(1, torch.cuda.device_count())
+
+
+def _tell(task: Task, value: object) -> None:
+    sys.stdout.flush()
+    pass_on(to_line(task.token, value), 1)

@@ -1,0 +1,62 @@
+"""How the ranks of one machine, or of all, ended, and what that means for the run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from shoal.errors import WorkerError
+from shoal.hang import HangVerdict
+from shoal.launch.outcome import EXIT_STOPPED, Outcome, root_cause
+
+__all__ = ["Ended", "exit_code_after_signal"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ended:
+    """How ranks ended.
+
+    Attributes:
+        ranks: The ranks that count; not those of units without which the others went on.
+        outcomes: The outcomes that ranks wrote.
+        exit_codes: Exit codes of the ranks that ended by themselves; a rank that its launcher ended is not
+            the cause of a failure. Negative for a signal.
+        stopped: Ranks that were stopped when the first rank failed.
+        signal: Name of the signal that the launcher got before any rank failed; empty for none.
+        hang: The verdict of ranks that waited too long; None if none did.
+    """
+
+    ranks: Sequence[int]
+    outcomes: Sequence[Outcome]
+    exit_codes: Mapping[int, int]
+    stopped: Sequence[int] = ()
+    signal: str = ""
+    hang: HangVerdict | None = None
+
+    def exit_code(self) -> int:
+        """Return the exit code of the run: 0, or `EXIT_STOPPED` if a signal ended it and its state is saved.
+
+        Raises:
+            WorkerError: A rank failed; the error names the rank that failed first.
+        """
+        if self.signal:
+            left = [outcome for outcome in self.outcomes if outcome.rank in self.ranks]
+            return exit_code_after_signal(left, self.ranks, self.signal)
+        codes = {rank: code for rank, code in self.exit_codes.items() if rank in self.ranks}
+        if codes and set(codes.values()) <= {0, EXIT_STOPPED}:
+            return max(codes.values())
+        failed = {rank: code for rank, code in self.exit_codes.items() if code}
+        raise root_cause(self.outcomes, failed, self.stopped, self.hang)
+
+
+def exit_code_after_signal(outcomes: Sequence[Outcome], ranks: Collection[int], signal_name: str) -> int:
+    """Return the exit code after a signal to the ranks; raise WorkerError if one could not save its state."""
+    failed = [outcome for outcome in outcomes if outcome.error]
+    ended = set(ranks) - {outcome.rank for outcome in outcomes}
+    if ended and all(outcome.in_collective for outcome in failed):
+        reason = f"ended by {signal_name} before its state was saved"
+        raise WorkerError(min(ended), reason, exit_code=130)
+    if failed:
+        raise root_cause(failed, {})
+    # All ranks may have finished when the signal came.
+    return max(outcome.exit_code for outcome in outcomes)

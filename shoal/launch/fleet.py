@@ -1,0 +1,341 @@
+"""The ranks of several hosts, as the launcher sees them that leads the run.
+
+Each other host has a launcher that keeps a link to this one. Over it go, one JSON object each:
+
+    to the host                                       from the host
+      {"do": "stand by"}                                {"kind": "host", ...}               first of all
+      {"do": "begin", "numbers", "session", job...}     {"ended": {rank: [code, outcome]}}
+      {"do": "start", "rank", "changes"}                {"stopped": [rank, ...]}
+      {"do": "signal", "number", "ranks"}               {"leaves": true}
+      {"do": "end", "code", "why"}
+      {} every second                                   {} every second
+
+A host is gone if its link ends, or if nothing came for `SILENCE` seconds. Its session ends then: what its
+ranks still send to the store is refused, so that they cannot go on by themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import secrets
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, final
+
+from shoal.launch.link import Link
+from shoal.launch.local_ranks import LocalRanks
+from shoal.launch.outcome import EXIT_STOPPED, Outcome
+
+__all__ = ["BEAT", "SILENCE", "Fleet", "Host"]
+
+SILENCE = 15.0
+"""Seconds without a message after which a host is gone."""
+
+BEAT = 1.0
+"""Seconds between two messages of a host that has nothing to tell."""
+
+_FRESH = 3 * BEAT  # seconds since a host's last message in which it is known to be there
+_LOST = -int(signal.SIGKILL)
+
+
+@dataclass(eq=False)
+class Host:
+    """A host that joined.
+
+    Attributes:
+        link: The link to its launcher; None for the host of this process.
+        name: Its name.
+        address: Its address.
+        ranks: Number of ranks that it can start.
+        session: What it is called in this run, and may use the store as.
+        numbers: Its ranks; empty while it stands by.
+        is_begun: Whether its ranks were started.
+        votes: Whether it was one of those that trained last.
+        is_leaving: Whether it ends once its ranks have left.
+        stopped: Those of its ranks whose processes are stopped.
+        heard: Time of its last message.
+    """
+
+    link: Link | None
+    name: str
+    address: str
+    ranks: int
+    session: str = field(default_factory=lambda: secrets.token_hex(8))
+    numbers: range = range(0)
+    is_begun: bool = False
+    votes: bool = False
+    is_leaving: bool = False
+    stopped: list[int] = field(default_factory=list)
+    heard: float = field(default_factory=time.monotonic)
+
+    def __str__(self) -> str:
+        return f"host {self.address}" + (f" ({self.name})" if self.name else "")
+
+    def tell(self, **message: Any) -> None:
+        """Send a message; if that fails, the thread that listens to the host notices it."""
+        if self.link is not None:
+            with contextlib.suppress(OSError):
+                self.link.send(message)
+
+
+@final
+class Fleet:
+    """All ranks of a run, with the interface of `LocalRanks`, and the hosts that come and go.
+
+    One thread for each host puts what it tells into a queue; `listen` takes it from there, so that everything
+    else happens in the thread of the caller.
+
+    Args:
+        own: The host of this process.
+        least: Number of hosts with which the training goes on.
+        most: Number of hosts that train at a time; others stand by.
+        folder: Where outcomes of all ranks are put.
+        job: What hosts are told when they begin; see `follow`.
+        end_session: Told of each session that may use the store no longer.
+    """
+
+    def __init__(
+        self,
+        own: Host,
+        least: int,
+        most: int,
+        folder: Path,
+        job: Mapping[str, Any],
+        end_session: Callable[[str], object],
+    ) -> None:
+        own.numbers, own.is_begun = range(own.ranks), True
+        self._own, self._most, self._folder, self._job = own, most, folder, job
+        self._end_session = end_session
+        self._places: dict[int, Host] = {0: own}
+        self._waiting: list[Host] = []
+        self._linked: tuple[Host, ...] = ()  # a new one at each change: another thread reads it
+        self._codes: dict[int, int] = {}  # of ranks of other hosts
+        self._told: queue.Queue[tuple[Host, Mapping[str, Any] | OSError | None]] = queue.Queue()
+        self._voters, self._dead = 1, 0
+        self._local: LocalRanks | None = None
+        self._is_ended = threading.Event()
+        self.least = least
+        threading.Thread(target=self._beat, name="shoal-beat", daemon=True).start()
+
+    def running(self) -> list[int]:
+        """Return the ranks that have not ended."""
+        own = self._local.running() if self._local else []
+        return sorted([*own, *(each for host in self._others for each in self._running(host))])
+
+    def exit_codes(self) -> dict[int, int]:
+        """Return the exit code of each rank that has ended, or whose host is gone."""
+        return self._codes | (self._local.exit_codes() if self._local else {})
+
+    def stopped(self) -> list[int]:
+        """Return the ranks whose processes are stopped."""
+        own = self._local.stopped() if self._local else []
+        return sorted([*own, *(each for host in self._others for each in host.stopped)])
+
+    def signal(self, number: int, ranks: Collection[int] | None = None) -> None:
+        """Send a signal to those of some ranks that have not ended; by default to all."""
+        if self._local is not None:
+            self._local.signal(number, ranks)
+        for host in self._others:
+            if meant := [each for each in self._running(host) if ranks is None or each in ranks]:
+                host.tell(do="signal", number=int(number), ranks=meant)
+
+    def listen(self, seconds: float) -> None:
+        """Pass on the next output of this host's ranks, and take what other hosts have told."""
+        if self._local is not None:
+            self._local.listen(seconds)
+        else:
+            time.sleep(seconds)
+        while not self._told.empty():
+            self._take(*self._told.get())
+
+    def can_start(self, rank: int) -> bool:
+        """Return whether the host of a rank is there, and stays."""
+        return any(host.is_begun and not host.is_leaving and rank in host.numbers for host in self.hosts)
+
+    def start_again(self, rank: int, changes: Mapping[str, str]) -> None:
+        """Start a rank that has ended once more."""
+        if self._local is not None and rank in self._own.numbers:
+            self._local.start_again(rank, changes)
+            return
+        self._codes.pop(rank, None)
+        for host in self._others:
+            if rank in host.numbers:
+                host.tell(do="start", rank=rank, changes=dict(changes))
+
+    def begin(self, local: LocalRanks) -> None:
+        """Take over the ranks of this host."""
+        self._local = local
+
+    def start_new(self, after: int) -> Iterator[Host]:
+        """Start the ranks of hosts that got a place; yield each host before.
+
+        Args:
+            after: The newest generation.
+        """
+        for host in [host for host in self._others if not host.is_begun]:
+            for rank in host.numbers:
+                self._codes.pop(rank, None)
+            yield host
+            host.is_begun = True
+            numbers = [host.numbers.start, host.numbers.stop]
+            host.tell(do="begin", numbers=numbers, session=host.session, after=after, **self._job)
+
+    @property
+    def hosts(self) -> list[Host]:
+        """The hosts that have ranks, in the order of these."""
+        return [self._places[place] for place in sorted(self._places)]
+
+    @property
+    def has_spare(self) -> bool:
+        """Whether a host stands by."""
+        return bool(self._waiting)
+
+    def leave(self, host: Host) -> None:
+        """Ask the ranks of a host to leave; the host ends once they have, unless it is that of the store."""
+        host.is_leaving = host.link is not None
+        self.signal(signal.SIGTERM, host.numbers)
+
+    def leave_out(self, host: Host, why: str) -> None:
+        """End another host; one that stands by takes its place."""
+        host.tell(do="end", code=1, why=why)
+        self._remove(host, is_dead=True)
+
+    @property
+    def has_quorum(self) -> bool:
+        """Whether hosts that cannot be reached are too few to go on elsewhere.
+
+        Of the hosts that trained last, without those known to have ended, at least half are here. Half is
+        enough, because only one half has the store.
+        """
+        return 2 * len(self._places) >= self._voters - self._dead
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether as many hosts are here as trained last."""
+        return len(self._places) >= self._voters
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether all hosts that have ranks were heard just now."""
+        now = time.monotonic()
+        return all(now - host.heard < _FRESH for host in self._others)
+
+    def train(self) -> None:
+        """Take note that the hosts that are here now train together."""
+        self._voters, self._dead = len(self._places), 0
+        for host in self.hosts:
+            host.votes = True
+
+    def is_open(self, session: str) -> bool:
+        """Return whether a session may use the store."""
+        return any(host.session == session for host in self.hosts)
+
+    def end(self, code: int, why: str) -> None:
+        """Tell all hosts that the run has ended, with which exit code, and why."""
+        self._is_ended.set()
+        for host in self._linked:
+            host.tell(do="end", code=code, why=why)
+
+    def join(self, link: Link, asked: Mapping[str, Any]) -> None:
+        """Take up a host, on the thread of its link, which listens to it until it is gone."""
+        address = str(link.socket.getpeername()[0])
+        host = Host(link, str(asked.get("name", "")), address, int(asked.get("ranks", 0)))
+        link.limit(SILENCE)
+        self._told.put((host, None))
+        try:
+            while True:
+                message = link.receive()
+                host.heard = time.monotonic()
+                if message:
+                    self._told.put((host, message))
+        except OSError as error:
+            self._told.put((host, error))
+        link.close()
+
+    @property
+    def _others(self) -> list[Host]:
+        return [host for host in self.hosts if host.link is not None]
+
+    def _running(self, host: Host) -> list[int]:
+        return [rank for rank in host.numbers if rank not in self._codes] if host.is_begun else []
+
+    def _take(self, host: Host, told: Mapping[str, Any] | OSError | None) -> None:
+        if told is None:
+            self._welcome(host)
+        elif host in self._waiting and isinstance(told, OSError):
+            self._waiting.remove(host)
+            self._forget(host)
+        elif host not in self._places.values():
+            return  # it has ended, as it was told to
+        elif isinstance(told, OSError):
+            self._lose(host, told)
+        else:
+            self._note(host, told)
+
+    def _welcome(self, host: Host) -> None:
+        if host.ranks != self._own.ranks:
+            why = (
+                f"it has {host.ranks} ranks, and the others have {self._own.ranks}: give all the same --nproc"
+            )
+            host.tell(do="end", code=2, why=why)
+            return
+        self._waiting.append(host)
+        self._linked = (*self._linked, host)
+        self._place()
+        if host in self._waiting:
+            host.tell(do="stand by")
+            print(f"shoal: {host} stands by", file=sys.stderr, flush=True)
+
+    def _place(self) -> None:
+        """Give hosts that stand by the places that are free."""
+        for place in range(self._most):
+            if self._waiting and place not in self._places:
+                host = self._places[place] = self._waiting.pop(0)
+                host.numbers = range(place * host.ranks, (place + 1) * host.ranks)
+
+    def _note(self, host: Host, told: Mapping[str, Any]) -> None:
+        for rank, (code, outcome) in told.get("ended", {}).items():
+            if outcome is not None:
+                Outcome(**outcome).write(self._folder)
+            self._codes[int(rank)] = int(code)
+        if "stopped" in told:
+            host.stopped = [int(rank) for rank in told["stopped"]]
+        if "leaves" in told:
+            self.leave(host)
+        if host.is_leaving and not self._running(host):
+            host.tell(do="end", code=EXIT_STOPPED, why="its ranks have left")
+            self._remove(host, is_dead=True)
+
+    def _lose(self, host: Host, error: OSError) -> None:
+        """Count the ranks of a host as ended, as it is gone."""
+        is_dead = isinstance(error, ConnectionError)  # its system says so; else a network may be cut
+        why = "ended" if is_dead else f"was silent for {SILENCE:g} s"
+        for rank in self._running(host):
+            Outcome(rank=rank, exit_code=1, error=f"{host} {why}").write(self._folder)
+            self._codes[rank] = _LOST
+        self._remove(host, is_dead=is_dead)
+
+    def _remove(self, host: Host, *, is_dead: bool) -> None:
+        place = next(place for place, each in self._places.items() if each is host)
+        del self._places[place]
+        self._forget(host)
+        self._dead += is_dead and host.votes
+        self._end_session(host.session)
+        assert host.link is not None
+        if not is_dead:
+            host.link.close()
+        self._place()
+
+    def _forget(self, host: Host) -> None:
+        self._linked = tuple(each for each in self._linked if each is not host)
+
+    def _beat(self) -> None:
+        while not self._is_ended.wait(BEAT):
+            for host in self._linked:
+                host.tell()

@@ -1,0 +1,255 @@
+"""The launcher of a host that follows: it starts and watches its ranks as the host that leads tells it.
+
+If the link to that host ends, or nothing came for `SILENCE` seconds, all ranks here end at once: they could
+not go on without the store, and must not seem to. The launcher then tries to join again, as a new host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import queue
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+from shoal.errors import CommunicationError
+from shoal.launch.elastic import member_environments
+from shoal.launch.fleet import BEAT, SILENCE
+from shoal.launch.gate import Gate, StoreDoor
+from shoal.launch.hosts import Meeting, surroundings
+from shoal.launch.launcher import END, listen_for
+from shoal.launch.link import Link, LinkBusyError, dial
+from shoal.launch.local_ranks import LocalRanks
+from shoal.launch.members import WAIT
+from shoal.launch.membership import AFTER
+from shoal.launch.memory_files import files_service
+from shoal.launch.nursery import Nursery
+from shoal.launch.outcome import Outcome
+from shoal.launch.stopping import StopRequest, signals_noted
+from shoal.launch.token import read_token
+
+__all__ = ["follow"]
+
+_LOOK = 0.02  # seconds between looks at ranks and messages
+_PAUSE = 0.5  # seconds between two tries to reach the host that leads
+
+
+def follow(
+    meeting: Meeting,
+    module: str,
+    environment: Mapping[str, str],
+    *,
+    memory: Path | None,
+    nursery: Nursery | None,
+) -> int:
+    """Run the ranks of this host, as the host tells that leads; return the exit code that it tells.
+
+    Args:
+        meeting: The hosts.
+        module: The module that is run as each rank; its one argument is the file of the job.
+        environment: What the ranks get beside this process's environment.
+        memory: The folder of checkpoints in this host's memory; None if there is none.
+        nursery: The Nursery that ranks are forked from; None to start a program for each.
+
+    Raises:
+        CommunicationError: The host that leads cannot be reached, or is gone.
+    """
+    token = read_token(meeting.token)
+    known = _Known(memory)
+    why = "nothing listens there"
+    since = time.monotonic()
+    with signals_noted() as signals:
+        while time.monotonic() - since < WAIT and not signals:
+            try:
+                link = dial(meeting.address, token)
+            except LinkBusyError:  # it prepares the data, which may take long
+                since = time.monotonic()
+                continue
+            except OSError as error:
+                why = str(error) if why == "nothing listens there" else why
+                time.sleep(_PAUSE)
+                continue
+            told = _Following(meeting, module, environment, known, nursery, link, token).run(signals)
+            if isinstance(told, int):
+                return told
+            why, since = told, time.monotonic()
+            print(
+                f"shoal: {why}; the ranks here are ended, and this host tries to join again", file=sys.stderr
+            )
+    host = f"{meeting.address[0]}:{meeting.address[1]}"
+    raise CommunicationError(
+        f"the host that leads the run, {host}, is gone: {why}. Start the run again on all hosts, with "
+        "--resume auto"
+    )
+
+
+@final
+class _Known:
+    """What stays when the link ends: the checkpoints in this host's memory, if they are of the run."""
+
+    def __init__(self, memory: Path | None) -> None:
+        self.memory = memory
+        self._leader = ""
+
+    def meet(self, leader: str, *, resumes: bool) -> None:
+        """Take note of who leads; drop checkpoints of another run."""
+        if self.memory is not None and leader != self._leader and not resumes:
+            for path in self.memory.iterdir():
+                shutil.rmtree(path, ignore_errors=True)
+        self._leader = leader
+
+
+@final
+class _Following:
+    """The time between joining and the end of the link."""
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        module: str,
+        environment: Mapping[str, str],
+        known: _Known,
+        nursery: Nursery | None,
+        link: Link,
+        token: bytes,
+    ) -> None:
+        self._meeting, self._module, self._environment = meeting, module, environment
+        self._known, self._nursery, self._link, self._token = known, nursery, link, token
+        self._address = str(link.socket.getsockname()[0])
+        listening = socket.create_server((self._address, 0), family=link.socket.family)
+        services = {} if known.memory is None else {"files": files_service(known.memory)}
+        self._gate = Gate(listening, token, services)
+        self._told: queue.Queue[Mapping[str, Any] | OSError] = queue.Queue()
+        self._is_ended = threading.Event()
+        self._ranks: LocalRanks | None = None
+        self._reported: set[int] = set()
+        self._stopped: list[int] = []
+
+    def run(self, signals: list[signal.Signals]) -> int | str:
+        """Follow; return the exit code that the other host told, or why the link ended."""
+        link = self._link
+        stop = StopRequest(signals, self._meeting.grace)
+        link.limit(SILENCE)
+        for work in (self._listen, self._beat):
+            threading.Thread(target=work, name="shoal-follow", daemon=True).start()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._close)
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-")))
+            self._tell(kind="host", ranks=self._meeting.ranks, name=socket.gethostname())
+            while True:
+                self._wait()
+                while not self._told.empty():
+                    told = self._told.get()
+                    if isinstance(told, OSError):
+                        return _why(told)
+                    if told["do"] == "end":
+                        return self._end(int(told["code"]), str(told["why"]))
+                    self._obey(told, folder, stack)
+                if self._ranks is None:
+                    if signals:
+                        return 128 + int(signals[0])
+                    continue
+                before = stop.signal
+                stop.pass_on(self._ranks)
+                if stop.signal is not before:
+                    self._tell(leaves=True)
+                if stop.is_late:
+                    self._ranks.signal(signal.SIGKILL)
+                self._report(self._ranks, folder)
+
+    def _wait(self) -> None:
+        if self._ranks is None:
+            time.sleep(_LOOK)
+        else:
+            self._ranks.listen(_LOOK)
+
+    def _obey(self, told: Mapping[str, Any], folder: Path, stack: contextlib.ExitStack) -> None:
+        if told["do"] == "stand by":
+            print("shoal: this host stands by", file=sys.stderr, flush=True)
+        elif told["do"] == "begin":
+            self._begin(told, folder, stack)
+        elif self._ranks is not None and told["do"] == "signal":
+            self._ranks.signal(int(told["number"]), [int(rank) for rank in told["ranks"]])
+        elif self._ranks is not None and told["do"] == "start":
+            self._start_again(self._ranks, int(told["rank"]), dict(told["changes"]), folder)
+
+    def _begin(self, told: Mapping[str, Any], folder: Path, stack: contextlib.ExitStack) -> None:
+        numbers = range(*told["numbers"])
+        self._known.meet(str(told["leader"]), resumes=bool(told["resumes"]))
+        job = folder / "job"
+        job.write_bytes(bytes.fromhex(told["job"]))
+        door = StoreDoor(self._meeting.address, self._token, str(told["session"]))
+        stack.callback(door.close)
+        around = surroundings(self._address, self._gate.port, self._meeting)
+        around |= {**self._environment, AFTER: str(told["after"])}
+        environments = member_environments(
+            str(folder), numbers, int(told["ranks"]), door.port, around, self._nursery
+        )
+        command = [sys.executable, "-m", self._module, str(job)]
+        logs = Path(told["run"]) / "log"
+        self._ranks = stack.enter_context(LocalRanks(command, environments, logs, self._nursery))
+        names = f"{numbers.start} to {numbers.stop - 1}"
+        print(f"shoal: this host has ranks {names} of the run {told['run']}", file=sys.stderr, flush=True)
+
+    def _start_again(self, ranks: LocalRanks, rank: int, changes: Mapping[str, str], folder: Path) -> None:
+        for outcome in folder.glob(f"rank-{rank:05d}.json"):
+            outcome.unlink()
+        ranks.start_again(rank, changes)
+        self._reported.discard(rank)
+
+    def _report(self, ranks: LocalRanks, folder: Path) -> None:
+        """Tell which ranks have ended, and how, and which are stopped."""
+        codes = {rank: code for rank, code in ranks.exit_codes().items() if rank not in self._reported}
+        if codes:
+            outcomes = {each.rank: dataclasses.asdict(each) for each in Outcome.read_all(folder)}
+            self._tell(ended={str(rank): [code, outcomes.get(rank)] for rank, code in codes.items()})
+            self._reported.update(codes)
+        if (stopped := ranks.stopped()) != self._stopped:
+            self._stopped = stopped
+            self._tell(stopped=stopped)
+
+    def _end(self, code: int, why: str) -> int:
+        """End the ranks that are left, and return the exit code."""
+        if self._ranks is not None:
+            self._ranks.signal(signal.SIGTERM)
+            listen_for(self._ranks, END)
+        if why:
+            print(f"shoal: the run has ended on this host: {why}", file=sys.stderr, flush=True)
+        return code
+
+    def _tell(self, **message: Any) -> None:
+        with contextlib.suppress(OSError):  # then the thread that listens fails too
+            self._link.send(message)
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                if message := self._link.receive():
+                    self._told.put(message)
+        except OSError as error:
+            self._told.put(error)
+
+    def _beat(self) -> None:
+        while not self._is_ended.wait(BEAT):
+            self._tell()
+
+    def _close(self) -> None:
+        self._is_ended.set()
+        self._gate.close()
+        self._link.close()
+
+
+def _why(error: OSError) -> str:
+    if isinstance(error, TimeoutError):
+        return f"the host that leads was silent for {SILENCE:g} s"
+    if isinstance(error, ConnectionError):
+        return "the launcher of the host that leads has ended"
+    return f"the host that leads cannot be reached: {error}"

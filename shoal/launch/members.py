@@ -1,0 +1,333 @@
+"""The members of a training, watched by the launcher that makes generations of them.
+
+Each time round it takes note of members that ended, of hosts and members that came, and of requests. Then it
+makes a generation if the members have changed, enough of them are there, and the hosts that cannot be reached
+are too few to go on elsewhere. Without enough it waits for hosts, if there are several, and else ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import final
+
+from torch.distributed.distributed_c10d import Store
+
+from shoal.errors import WorkerError
+from shoal.launch.drain import Request, Requests
+from shoal.launch.ended import exit_code_after_signal
+from shoal.launch.fleet import Fleet
+from shoal.launch.launcher import END, SETTLE, listen_for
+from shoal.launch.local_ranks import LocalRanks
+from shoal.launch.membership import AFTER, Roster
+from shoal.launch.outcome import EXIT_STOPPED, Outcome, root_cause
+from shoal.launch.stopping import StopRequest
+
+__all__ = ["WAIT", "Members"]
+
+WAIT = 300.0
+"""Seconds to wait for hosts, when too few are there."""
+
+_LOOK = 0.02  # seconds between checks for ended ranks
+_STOPPED = 10.0  # seconds after which a process that is stopped counts as lost
+_SOON = 60.0  # seconds: a member that fails sooner after its start than this is left out the second time
+_WRONG_INPUT = 2  # exit code of a rank that was given what cannot work
+_MENDED = 5.0  # seconds in which the failure of a group shows its cause, such as a process that ends
+_GATHERED = 10.0  # seconds without a host or member that comes, after all had to stop
+_REQUESTS = 0.5  # seconds between two looks for requests
+
+
+@final
+class Members:
+    """The members of a training.
+
+    Args:
+        processes: The processes of all members.
+        store: The store of the ranks.
+        folder: Where members leave their outcomes.
+        least: Number of members with which the training goes on.
+        restarts: Number of times that lost members are started again, in total.
+        events: JSON lines that tell which members were lost, left and came, and when; None for none. It is
+            written once its folder exists.
+        fleet: `processes`, if they are on several hosts.
+    """
+
+    def __init__(
+        self,
+        processes: Fleet | LocalRanks,
+        store: Store,
+        folder: Path,
+        least: int,
+        restarts: int,
+        events: Path | None,
+        fleet: Fleet | None = None,
+    ) -> None:
+        self._processes = processes
+        self._fleet = fleet
+        self._roster = Roster(store)
+        self._folder = folder
+        self._events = events
+        self._least = least
+        self._restarts = restarts
+        self._present = processes.running()
+        self._known = set(self._present)  # members that were there at some time
+        self._starting: set[int] = set()
+        self._ended: set[int] = set()  # members whose end was noted since they were started
+        self._started = dict.fromkeys(self._present, time.monotonic())
+        self._early: set[int] = set()  # members that have failed soon after a start
+        self._stopped_since: dict[int, float] = {}
+        self._signal: signal.Signals | None = None
+        self._failure: WorkerError | None = None
+        self._is_due = True  # whether a generation is to be made,
+        self._is_broken = False  # after one that cannot go on
+        self._is_halted = False  # whether all had to stop, so that nothing is won by haste
+        self._came = 0.0  # time at which a host or a member came last
+        self._waits_since: float | None = None  # for hosts
+        self._failed_since: float | None = None  # a group, without a member that has ended
+        self._asked: set[int] = set()  # members that were asked to leave
+        self._requests = Requests(None if events is None else events.parent)
+        self._looked = 0.0  # time of the last look for requests
+
+    def run(self, stop: StopRequest) -> int:
+        """Watch until the training has ended; return its exit code."""
+        while self._goes_on() and not stop.is_late:
+            self._processes.listen(_LOOK)
+            stop.pass_on(self._processes)
+            if stop.signal is not None and self._signal is None:
+                self._signal = stop.signal
+                self._failure = None  # what was survived before
+            self._end_stopped()
+            if not self._note_ends():
+                break
+            self._take_hosts()
+            self._take_ready()
+            self._look_for_requests()
+        if stop.is_now:
+            self._processes.signal(signal.SIGKILL)
+        return self._exit_code()
+
+    def _goes_on(self) -> bool:
+        """Make a generation if one is due and can be; return whether to go on."""
+        if self._signal is not None:
+            return bool(self._processes.running())
+        can_go_on = self._fleet is None or self._fleet.has_quorum
+        if self._is_due and (self._fleet is None or self._fleet.is_heard):
+            if can_go_on and len(self._present) >= self._least and not self._gathers():
+                self._form()
+            elif self._is_broken and self._fleet is not None:
+                self._roster.announce([], is_broken=True)  # so that all stop and wait
+                self._is_halted, self._is_broken = True, False
+        here = len(self._present) + len(self._starting)
+        if can_go_on and here >= self._least and here:
+            self._waits_since = None
+            return True
+        if self._fleet is None or (can_go_on and len(self._fleet.hosts) >= self._fleet.least):
+            return False
+        return self._waits_for_hosts(self._fleet)
+
+    def _gathers(self) -> bool:
+        """Return whether others may still come after all had to stop; together they have more state."""
+        if not self._is_halted or self._fleet is None:
+            return False
+        is_recent = time.monotonic() - self._came < _GATHERED
+        return bool(self._starting) or (is_recent and not self._fleet.is_whole)
+
+    def _form(self) -> None:
+        self._roster.announce(self._present, is_broken=self._is_broken)
+        self._is_due = self._is_broken = self._is_halted = False
+        self._failed_since = None
+        if self._fleet is not None:
+            self._fleet.train()
+
+    def _waits_for_hosts(self, fleet: Fleet) -> bool:
+        now = time.monotonic()
+        if self._waits_since is None:
+            self._waits_since = now
+            few = f"{len(fleet.hosts)} hosts are there, of at least {fleet.least}"
+            why = few if fleet.has_quorum else "more than half of the hosts cannot be reached, and may go on"
+            print(f"shoal: {why}: training waits, at most {WAIT:g} s", file=sys.stderr, flush=True)
+        return now - self._waits_since < WAIT
+
+    def _note_ends(self) -> bool:
+        """Take note of members that have ended; return whether the training goes on."""
+        codes = {
+            member: code for member, code in self._processes.exit_codes().items() if member not in self._ended
+        }
+        if not codes:
+            return True
+        if 0 in codes.values():  # all steps are made
+            listen_for(self._processes, END)
+            return False
+        failed = {member: code for member, code in codes.items() if code != EXIT_STOPPED}
+        if failed and self._signal is None:
+            time.sleep(_LOOK)  # the outcome of another that failed first may be on its way
+        self._ended.update(codes)
+        self._is_due |= not set(codes).isdisjoint(self._present)
+        self._present = [member for member in self._present if member not in codes]
+        self._starting.difference_update(codes)
+        if failed:
+            self._failure = self._why(failed)
+        if self._signal is not None:
+            return not failed
+        if not failed:
+            self._note("left", codes)
+            return True
+        self._is_broken |= self._is_due
+        if _WRONG_INPUT in failed.values():
+            return False
+        left = len(self._present)
+        print(f"shoal: {self._failure}; {left} go on, if they can", file=sys.stderr, flush=True)
+        self._note("lost", failed, str(self._failure))
+        self._start_again(failed)
+        return True
+
+    def _start_again(self, failed: Mapping[int, int]) -> None:
+        for member in failed:
+            if member in self._asked or (self._fleet is not None and not self._fleet.can_start(member)):
+                continue
+            is_early = time.monotonic() - self._started[member] < _SOON
+            if self._restarts == 0 or (is_early and member in self._early):
+                continue
+            self._restarts -= 1
+            if is_early:
+                self._early.add(member)
+            self._expect(member)
+            self._processes.start_again(member, {AFTER: str(self._roster.newest)})
+        if self._fleet is not None and self._fleet.has_spare:
+            self._leave_out_failing(self._fleet)
+
+    def _leave_out_failing(self, fleet: Fleet) -> None:
+        """End hosts none of whose members is started again, as others stand by."""
+        for host in fleet.hosts:
+            there = self._starting.union(self._present)
+            if host.link is not None and host.is_begun and there.isdisjoint(host.numbers):
+                fleet.leave_out(host, "its ranks have failed again and again")
+
+    def _expect(self, member: int) -> None:
+        """Forget what is known of a member, which is started."""
+        self._roster.expect(member)
+        for outcome in self._folder.glob(f"rank-{member:05d}.json"):
+            outcome.unlink()
+        self._ended.discard(member)
+        self._asked.discard(member)
+        self._starting.add(member)
+        self._started[member] = time.monotonic()
+
+    def _take_hosts(self) -> None:
+        """Start the members of hosts that have come."""
+        if self._fleet is None or self._signal is not None:
+            return
+        for host in self._fleet.start_new(self._roster.newest):
+            self._early.difference_update(host.numbers)
+            self._came = time.monotonic()
+            for member in host.numbers:
+                self._expect(member)
+
+    def _take_ready(self) -> None:
+        """Count members that have come."""
+        ready = {member for member in self._starting if self._roster.is_ready(member)}
+        if not ready or self._signal is not None:
+            return
+        self._starting -= ready
+        self._came = time.monotonic()
+        self._present = sorted([*self._present, *ready])
+        self._is_due = True
+        if len(self._present) >= self._least:
+            again = " again" if ready <= self._known else ""
+            print(
+                f"shoal: {_named(ready)}{again}; now there are {len(self._present)}",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._known |= ready
+        self._note("came", ready)
+
+    def _look_for_requests(self) -> None:
+        """Obey requests to leave, and make a new generation if one has failed for no reason that shows."""
+        now = time.monotonic()
+        if now - self._looked < _REQUESTS or self._signal is not None:
+            return
+        self._looked = now
+        for request in self._requests.take():
+            self._ask_to_leave(request)
+        if self._is_due or self._processes.stopped() or not self._roster.is_told_broken():
+            self._failed_since = None
+            return
+        self._failed_since = self._failed_since or now
+        is_heard = self._fleet is None or self._fleet.is_heard
+        if now - self._failed_since > _MENDED and is_heard and self._restarts:
+            self._restarts -= 1
+            self._is_due = self._is_broken = True
+            print(
+                "shoal: the ranks have lost each other, and form a group again", file=sys.stderr, flush=True
+            )
+
+    def _ask_to_leave(self, request: Request) -> None:
+        """Ask a rank, or the ranks of a host, to leave, if enough others are there; note the answer."""
+        what, hosts = request.what, [] if self._fleet is None else self._fleet.hosts
+        host = next((host for host in hosts if what in (host.address, host.name)), None)
+        named = host.numbers if host is not None else [int(what)] if what.isdecimal() else []
+        asked = [member for member in self._present if member in named]
+        refused = ""
+        if not asked:
+            refused = f"{what} is neither a rank nor a host that is there"
+        elif len(self._present) - len(asked) < self._least:
+            refused = f"at least {self._least} ranks must stay, and {len(self._present)} are there"
+            asked = []
+        elif host is not None and self._fleet is not None:
+            self._fleet.leave(host)
+        else:
+            self._processes.signal(signal.SIGTERM, asked)
+        self._asked.update(asked)
+        self._note("asked", asked, refused, request.number)
+
+    def _note(self, event: str, members: Iterable[int], reason: str = "", request: str = "") -> None:
+        """Append an event to the file of events. A full disk loses it, and stops nothing."""
+        if self._events is None or not self._events.parent.is_dir():
+            return
+        told = {"time": time.time(), "event": event, "members": sorted(members), "present": self._present}
+        more = {name: text for name, text in (("reason", reason), ("request", request)) if text}
+        with contextlib.suppress(OSError), self._events.open("a") as file:
+            file.write(json.dumps({**told, **more}) + "\n")
+
+    def _end_stopped(self) -> None:
+        """End processes that were stopped for long: they hold up all others."""
+        stopped = self._processes.stopped()
+        now = time.monotonic()
+        self._stopped_since = {member: self._stopped_since.get(member, now) for member in stopped}
+        for member, since in self._stopped_since.items():
+            if now - since > _STOPPED:
+                self._processes.signal(signal.SIGKILL, [member])
+
+    def _why(self, failed: Mapping[int, int]) -> WorkerError:
+        outcomes = [outcome for outcome in Outcome.read_all(self._folder) if outcome.rank in failed]
+        return root_cause(outcomes, failed)
+
+    def _exit_code(self) -> int:
+        """End what is left, and return the exit code of the training."""
+        if self._failure is not None and self._processes.running():
+            listen_for(self._processes, SETTLE)
+        self._processes.signal(signal.SIGTERM)
+        listen_for(self._processes, END)
+        codes = self._processes.exit_codes()
+        if 0 in codes.values():
+            return 0
+        if self._signal is not None:
+            if self._failure is not None:
+                raise self._failure
+            members = [member for member in codes if codes[member] == EXIT_STOPPED] or list(codes)
+            outcomes = [each for each in Outcome.read_all(self._folder) if each.rank in members]
+            return exit_code_after_signal(outcomes, members, self._signal.name)
+        if self._failure is None:  # the last members were asked to leave, one by one
+            return EXIT_STOPPED
+        raise self._failure
+
+
+def _named(members: set[int]) -> str:
+    numbers = ", ".join(map(str, sorted(members)))
+    return f"rank {numbers} is there" if len(members) == 1 else f"ranks {numbers} are there"

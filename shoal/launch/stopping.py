@@ -1,0 +1,99 @@
+"""Signals to a launcher: what is passed on to the ranks, and by when they must have ended."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import final
+
+from shoal.launch.local_ranks import Processes
+
+__all__ = ["SAVE", "StopRequest", "signals_noted"]
+
+SAVE = 600.0  # seconds for ranks to finish their step and save, after a signal, where no grace is given
+_OF_GRACE = 0.95  # share of the grace that ranks have; the rest is for this process to end
+_NOW = 0.5  # seconds for ranks to end after the second Ctrl-C
+
+
+@final
+class StopRequest:
+    """Passes signals on to ranks, and knows whether and by when they must have ended.
+
+    SIGTERM, Ctrl-C, SIGUSR1 and a terminal that closes ask the ranks to finish their step and save. Ctrl-C
+    after any of them means now. Ctrl-Z stops the ranks with this process. SIGUSR2 asks for a profile.
+
+    Args:
+        signals: The signals that came, to which `signals_noted` appends.
+        grace: Seconds after which the system ends this process; None if it does not.
+
+    Attributes:
+        signal: The first signal that asked to end; None if none did.
+        deadline: Time on the monotonic clock at which the ranks must have ended.
+        is_now: Whether the ranks were asked to end without saving.
+    """
+
+    def __init__(self, signals: list[signal.Signals], grace: float | None = None) -> None:
+        self._signals = signals
+        self._seconds = SAVE if grace is None else _OF_GRACE * grace
+        self.signal: signal.Signals | None = None
+        self.deadline = math.inf
+        self.is_now = False
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the deadline has passed."""
+        return time.monotonic() >= self.deadline
+
+    def pass_on(self, processes: Processes) -> None:
+        """Pass the signals that came on to the ranks."""
+        while self._signals:
+            number = self._signals.pop(0)
+            if number == signal.SIGTSTP:
+                _stop_until_continued(processes)
+                continue
+            if number == signal.SIGUSR2:  # a profile is asked for
+                processes.signal(number)
+                continue
+            # If the terminal closes, training must not be lost.
+            processes.signal(signal.SIGTERM if number == signal.SIGHUP else number)
+            if self.signal is None:
+                self.signal, self.deadline = number, time.monotonic() + self._seconds
+            elif number == signal.SIGINT:
+                # Ranks in native code do not notice it, so this process must not wait for them.
+                self.is_now, self.deadline = True, min(self.deadline, time.monotonic() + _NOW)
+
+
+def _stop_until_continued(processes: Processes) -> None:
+    """Stop the ranks and this process after Ctrl-Z; they continue together."""
+    processes.signal(signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    processes.signal(signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def signals_noted() -> Iterator[list[signal.Signals]]:
+    """Within this context, append a run's signals to a list; ignored signals stay ignored (nohup)."""
+    received: list[signal.Signals] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(signal.Signals(number))
+
+    heeded = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGTSTP, signal.SIGUSR1, signal.SIGUSR2)
+    before = {number: signal.getsignal(number) for number in heeded}
+    before = {
+        number: action
+        for number, action in before.items()
+        if action != signal.SIG_IGN or number == signal.SIGUSR2  # which asks for a profile, and ends nothing
+    }
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        for number, action in before.items():
+            signal.signal(number, action)

@@ -1,0 +1,12 @@
+"""Texts with which other systems start a training: Slurm's script, Kubernetes' manifests, a Containerfile.
+
+Nouns: SlurmJob, KubernetesJob, Container. Each is a description; its text is what the system reads. Pure
+functions of what is given, without torch. `shoal launch` prints or submits them.
+"""
+
+from shoal.submit.container import Container
+from shoal.submit.exit_codes import EXIT_STOPPED, EXIT_WRONG_INPUT
+from shoal.submit.kubernetes import FORMS, KubernetesJob
+from shoal.submit.slurm import SlurmJob, submit
+
+__all__ = ["EXIT_STOPPED", "EXIT_WRONG_INPUT", "FORMS", "Container", "KubernetesJob", "SlurmJob", "submit"]

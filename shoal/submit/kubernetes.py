@@ -1,0 +1,224 @@
+"""A training as manifests of Kubernetes: a JobSet, a TrainJob, or an Indexed Job with a headless Service.
+
+Each pod is a host: `shoal launch node` starts its ranks, and all meet at the first pod. What exit codes mean:
+
+    0     the pod is done
+    2     wrong input: the whole training fails
+    75    a signal came, and all ranks saved: all pods end with this, and are made again, which counts nowhere
+    else  a failure: the JobSet makes all pods again, at most `restarts` times; a plain Job makes those again
+          that ended, which all do once one is lost
+
+The grace that pods get after SIGTERM is passed on to the ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+from shoal.errors import ConfigError
+from shoal.submit.exit_codes import EXIT_STOPPED, EXIT_WRONG_INPUT
+from shoal.submit.yaml_text import yaml_text
+
+__all__ = ["FORMS", "KubernetesJob"]
+
+Form = Literal["jobset", "job", "trainjob"]
+FORMS: tuple[Form, ...] = get_args(Form)
+"""Kinds of manifests."""
+
+_NAME = re.compile(r"[a-z]([a-z0-9-]{0,40}[a-z0-9])?")  # leaves room for what Kubernetes appends
+_CONTAINER = "shoal"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KubernetesJob:
+    """A training on pods.
+
+    Attributes:
+        words: Arguments of the program `shoal`, which go on where an earlier start ended.
+        name: Name of the job, and of its Service.
+        image: The image, with Shoal.
+        nodes: Number of pods.
+        ranks: Number of ranks in each.
+        gpus: Whether each rank has a GPU.
+        grace: Seconds from SIGTERM to the kill.
+        restarts: Number of times that the training is started again after a failure.
+        port: Port of the first pod at which the ranks meet.
+        folder: Working directory.
+        claims: Directories of volumes, by the name of their claim.
+        secrets: Secrets whose entries become variables of the environment.
+        requests: Resources of a pod, such as cpu and memory.
+        runtime: For a TrainJob: the ClusterTrainingRuntime.
+    """
+
+    words: Sequence[str]
+    name: str
+    image: str
+    nodes: int
+    ranks: int
+    gpus: bool
+    grace: int
+    restarts: int
+    port: int
+    folder: str
+    claims: Mapping[str, str] = field(default_factory=dict)
+    secrets: Sequence[str] = ()
+    requests: Mapping[str, str] = field(default_factory=dict)
+    runtime: str = "torch-distributed"
+
+    def __post_init__(self) -> None:
+        for name in (self.name, *self.claims, *self.secrets):
+            if not _NAME.fullmatch(name):
+                raise ConfigError(
+                    f"{name!r} was given as a name",
+                    possible="small letters, digits and -, at most 42, that begin with a letter",
+                    change="choose such a name",
+                )
+
+    def text(self, form: Form) -> str:
+        """Return the manifests, as YAML."""
+        return "---\n".join(map(yaml_text, self.manifests(form)))
+
+    def manifests(self, form: Form) -> list[dict[str, Any]]:
+        """Return the manifests of a form, in the order in which they are applied."""
+        if form == "trainjob":
+            return [self._train_job()]
+        return [self._job_set()] if form == "jobset" else [self._service(), self._job()]
+
+    def _service(self) -> dict[str, Any]:
+        return {
+            "apiVersion": "v1",
+            "kind": "Service",
+            "metadata": {"name": self.name},
+            "spec": {
+                "clusterIP": "None",
+                # Pods must find each other while they start.
+                "publishNotReadyAddresses": True,
+                "selector": {"batch.kubernetes.io/job-name": self.name},
+                "ports": [{"name": "store", "port": self.port}],
+            },
+        }
+
+    def _job(self) -> dict[str, Any]:
+        pod = self._pod(f"{self.name}-0.{self.name}", {"subdomain": self.name})
+        return {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {"name": self.name},
+            "spec": self._job_spec(pod, backoff=self.restarts * self.nodes),
+        }
+
+    def _job_set(self) -> dict[str, Any]:
+        pod = self._pod(f"{self.name}-node-0-0.{self.name}", {})
+        wrong_input = {
+            "name": "wrongInput",
+            "action": "FailJobSet",
+            "onJobFailureReasons": ["PodFailurePolicy"],
+        }
+        return {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": {"name": self.name},
+            "spec": {
+                "network": {
+                    "enableDNSHostnames": True,
+                    "subdomain": self.name,
+                    "publishNotReadyAddresses": True,
+                },
+                "failurePolicy": {"maxRestarts": self.restarts, "rules": [wrong_input]},
+                "replicatedJobs": [
+                    {"name": "node", "replicas": 1, "template": {"spec": self._job_spec(pod, backoff=0)}}
+                ],
+            },
+        }
+
+    def _train_job(self) -> dict[str, Any]:
+        resources = self._resources()
+        trainer = {
+            "image": self.image,
+            "command": ["python", "-m", "shoal", "launch", "node"],
+            "args": ["--nproc", str(self.ranks), "--", *self.words],
+            "numNodes": self.nodes,
+            "numProcPerNode": self.ranks,
+            **({"resourcesPerNode": resources} if resources else {}),
+        }
+        reference = {
+            "apiGroup": "trainer.kubeflow.org",
+            "kind": "ClusterTrainingRuntime",
+            "name": self.runtime,
+        }
+        return {
+            "apiVersion": "trainer.kubeflow.org/v1alpha1",
+            "kind": "TrainJob",
+            "metadata": {"name": self.name},
+            "spec": {"runtimeRef": reference, "trainer": trainer},
+        }
+
+    def _job_spec(self, pod: Mapping[str, Any], *, backoff: int) -> dict[str, Any]:
+        return {
+            "completionMode": "Indexed",
+            "completions": self.nodes,
+            "parallelism": self.nodes,
+            "backoffLimit": backoff,
+            "podFailurePolicy": {
+                "rules": [
+                    _on_exit_code("FailJob", EXIT_WRONG_INPUT),
+                    _on_exit_code("Ignore", EXIT_STOPPED),
+                    {
+                        "action": "Ignore",
+                        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                    },
+                ]
+            },
+            "template": {"spec": pod},
+        }
+
+    def _pod(self, first: str, more: Mapping[str, Any]) -> dict[str, Any]:
+        resources = self._resources()
+        container = {
+            "name": _CONTAINER,
+            "image": self.image,
+            "command": ["python", "-m", "shoal", "launch", "node"],
+            "args": [
+                *("--nodes", str(self.nodes), "--nproc", str(self.ranks)),
+                *("--master", f"{first}:{self.port}", "--", *self.words),
+            ],
+            "workingDir": self.folder,
+            **({"resources": resources} if resources else {}),
+            **({"envFrom": [{"secretRef": {"name": name}} for name in self.secrets]} if self.secrets else {}),
+            "ports": [{"name": "store", "containerPort": self.port}],
+            "securityContext": {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "volumeMounts": [
+                {"name": "shared-memory", "mountPath": "/dev/shm"},
+                *({"name": claim, "mountPath": path} for claim, path in self.claims.items()),
+            ],
+        }
+        return {
+            **more,
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": self.grace,
+            "automountServiceAccountToken": False,
+            "containers": [container],
+            "volumes": [
+                {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
+                *({"name": claim, "persistentVolumeClaim": {"claimName": claim}} for claim in self.claims),
+            ],
+        }
+
+    def _resources(self) -> dict[str, Any]:
+        limits = {"nvidia.com/gpu": str(self.ranks)} if self.gpus else {}
+        return {
+            **({"limits": limits} if limits else {}),
+            **({"requests": dict(self.requests)} if self.requests else {}),
+        }
+
+
+def _on_exit_code(action: str, code: int) -> dict[str, Any]:
+    condition = {"containerName": _CONTAINER, "operator": "In", "values": [code]}
+    return {"action": action, "onExitCodes": condition}
