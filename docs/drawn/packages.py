@@ -13,7 +13,7 @@ from shoal.layers import LAYERS
 __all__ = ["imports", "pictures"]
 
 _PACKAGE = Path(__file__).resolve().parent.parent.parent / "shoal"
-_ROW, _COLUMN, _TOP = 18, 9, 34
+_ROW, _COLUMN, _TOP = 18, 8, 34
 _NUMBERS, _NAMES, _ROLES, _DOTS = 18, 26, 108, 352
 _LONGEST = 43  # characters of a role
 
@@ -22,7 +22,7 @@ def pictures() -> dict[str, str]:
     """A row for each package, and in it a mark in the column of each package that it imports."""
     found = imports()
     packages = list(found)
-    drawn = [text(_column(number), 16, str(number + 1), size=7) for number in range(len(packages))]
+    drawn = [text(_column(number), 16, str(number + 1), size=6) for number in range(len(packages))]
     for row, package in enumerate(packages):
         y = _TOP + row * _ROW
         drawn.append(text(_NUMBERS, y, str(row + 1), anchor="end", size=9))
@@ -58,4 +58,4 @@ def _column(number: int) -> float:
 
 
 def _mark(column: int, y: float, color: str) -> str:
-    return box(_column(column) - 4, y - 8, 8, 8, color=color, stroke=None)
+    return box(_column(column) - 3.5, y - 7.5, 7, 7, color=color, stroke=None)

@@ -1,4 +1,4 @@
-"""Compares training under a Plan with training on one device: the work of `shoal check`.
+"""Compares a Plan with one device in training: the work of `shoal check`.
 
 Nouns: Trial and TaskTrial (the training that runs both ways, on tokens or on a Task), Tolerance (the
 one-device reference, and how far rounding can move a result from it), Comparison (compares one Plan after

@@ -1,4 +1,4 @@
-"""Resumable input for the training of language models and of sequence classification.
+"""Resumable input for language models, and for sequence classification.
 
 A Tokenizer turns text into ids. `prepare` turns the sources of a DataConfig (files, folders, the standard
 library) into a Corpus: one memory-mapped stream of ids, cut into train and validation. A sample is a
