@@ -13,6 +13,9 @@ alive                   locked while the run goes on: see `shoal.run.alive`
 members.jsonl           ranks that were lost and came while others trained, with the time and the reason
 log/                    what each rank of a local run printed, and what loggers write
 log/hang/               after a hang: the calls and stacks of each rank, and the verdict
+
+Only the user who starts a run can enter its directory: samples of the data, names of hosts and weights are in
+it. The files inside follow the umask, so that `chmod g+rx RUN` lets a group read the whole run.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ __all__ = ["Run", "default_path"]
 
 _DESCRIPTION = "run.json"
 _NAMED_RUNS = 5
+_OWNER_ALONE = 0o700
 
 
 @dataclass(frozen=True, repr=False)
@@ -57,7 +61,8 @@ class Run:
         """Make the directory and its contents; run.json comes last, whole or not at all.
 
         Args:
-            path: A directory that is absent or empty.
+            path: A directory that is absent or empty. A new one gets the mode 0700; one that is there keeps
+                its own.
             description: Description of the run, as `json` can write it.
 
         Raises:
@@ -73,8 +78,9 @@ class Run:
                 change="give another path, or resume the run that is there",
             )
         try:
+            run.path.mkdir(mode=_OWNER_ALONE, parents=True, exist_ok=True)
             for directory in (run.timeline, run.checkpoints, run.log):
-                directory.mkdir(parents=True, exist_ok=True)
+                directory.mkdir(exist_ok=True)
             _write_atomically(run.path / _DESCRIPTION, text)
         except OSError as error:
             raise RunError(
