@@ -232,6 +232,10 @@ class TrainConfig(Section):
     """Folder for the files of a Plan with `offload`, best on a fast local disk of each host; by default the
     run's directory. The files have no names there, and their space is free again when the run ends.
     """
+    compare_replicas: int = Field(default=100, ge=0)
+    """Steps between comparisons of the bits that replicas hold, which find a rank whose memory or device is
+    faulty; 0 for none. They are compared before each save too.
+    """
     timeout: float = Field(default=600.0, gt=0, le=10_000_000)
     """Seconds after which a collective fails if not all ranks have joined it."""
     optimizer: OptimizerConfig = OptimizerConfig()
