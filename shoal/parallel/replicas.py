@@ -106,7 +106,7 @@ class Replicas:
             else f"they were equal after step {self._equal_after}"
         )
         text = (
-            f"{found}, after step {steps}: a memory, a device or a link changed values silently, or the ranks "
+            f"{found}, after step {steps}: a memory, a device or a link changed values silently, or ranks "
             f"compute on unlike devices; {before}"
         )
         world = self._parallel.axes.world
@@ -115,7 +115,7 @@ class Replicas:
         raise TrainingError(f"{text} (host {socket.gethostname()})")
 
     def departure(self, *, computing: bool) -> Departure | None:
-        """Return how the replicas of what this rank holds differ; None if they are equal."""
+        """Return how replicas of what this rank holds differ; None if they are equal."""
         by_members: dict[tuple[int, ...], tuple[Axis, list[tuple[str, torch.Tensor]]]] = {}
         for axis, name, tensor in self._held(computing=computing):
             if axis.size > 1:

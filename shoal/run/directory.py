@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from shoal.errors import RunError, ShoalError, nearest
+from shoal.limits import DESCRIPTION, json_of, read_limited
 from shoal.run.decisions import Decision, read_decisions
 from shoal.run.memory import MeasuredMemory, read_memory
 from shoal.run.metrics import read_metrics
@@ -131,7 +132,7 @@ class Run:
         """
         path = self.path / _DESCRIPTION
         try:
-            description = json.loads(path.read_text(encoding="utf-8"))
+            description = json_of(read_limited(path, DESCRIPTION))
         except ValueError as error:
             raise ShoalError(f"{path} cannot be read: {error}") from error
         if not isinstance(description, dict):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError
+from shoal.limits import json_of, lines_of
 
 __all__ = ["NOT_FINITE", "json_number", "metrics_line", "read_metrics"]
 
@@ -39,16 +40,15 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     steps: dict[int, dict[str, Any]] = {}
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                values = json.loads(line)
-            except ValueError:
-                continue
-            if not isinstance(values, dict) or not isinstance(values.get("step"), int):
-                raise ShoalError(f'{path}:{number}: not an object with a "step"')
-            step = steps.setdefault(values["step"], {})
-            step.update((name, _readable(value)) for name, value in values.items())
+    for number, line in enumerate(lines_of(path), start=1):
+        try:
+            values = json_of(line)
+        except ValueError:
+            continue
+        if not isinstance(values, dict) or not isinstance(values.get("step"), int):
+            raise ShoalError(f'{path}:{number}: not an object with a "step"')
+        step = steps.setdefault(values["step"], {})
+        step.update((name, _readable(value)) for name, value in values.items())
     return [steps[step] for step in sorted(steps)]
 
 

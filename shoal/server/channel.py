@@ -21,13 +21,15 @@ from typing import Any, final
 import torch
 
 from shoal.errors import CommunicationError
+from shoal.limits import json_of
 
 __all__ = ["Channel", "Head", "ServerError", "connect"]
 
 Head = Mapping[str, Any]
 
 _LENGTHS = struct.Struct("<IQ")
-_LARGEST_HEAD = 1 << 24
+_LARGEST_HEAD = 1 << 24  # bytes
+_LARGEST_BODY = 1 << 38
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 
 
@@ -79,9 +81,9 @@ class Channel:
             ServerError: What comes is no message.
         """
         length, bytes = _LENGTHS.unpack(self._take(_LENGTHS.size))
-        if length > _LARGEST_HEAD:
+        if length > _LARGEST_HEAD or bytes > _LARGEST_BODY:
             raise ServerError("a connection to a parameter server carries something else than its messages")
-        head: dict[str, Any] = json.loads(bytearray(self._take(length)))
+        head: dict[str, Any] = json_of(bytearray(self._take(length)))
         body = None if into is None else into.detach().view(-1).view(torch.uint8)
         if body is None or len(body) != bytes:
             body = torch.empty(bytes, dtype=torch.uint8)
@@ -118,7 +120,7 @@ class Channel:
         try:
             length, bytes = _LENGTHS.unpack(self._take(_LENGTHS.size))
             if length <= 4096 and not bytes:
-                given = json.loads(bytearray(self._take(length)))
+                given = json_of(bytearray(self._take(length)))
                 if isinstance(given, dict) and hmac.compare_digest(str(given.get("token")), token):
                     return True
         except (OSError, ValueError):

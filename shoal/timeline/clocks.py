@@ -25,6 +25,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from shoal.limits import json_of, lines_of
+
 __all__ = ["ClockFit", "OneClock", "Origin", "Tie", "fit", "read_ties", "tie_line"]
 
 _AROUND_NS = 30_000_000_000
@@ -109,14 +111,13 @@ def read_ties(directory: str | os.PathLike[str]) -> list[Tie]:
     """Read the measurements of a directory; lines that cannot be read are skipped."""
     ties = []
     for path in sorted(Path(directory).glob("clock-*.jsonl")):
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                try:
-                    fields = json.loads(line)
-                    times = (fields["monotonic_ns"], fields["reference_monotonic_ns"], fields["error_ns"])
-                    ties.append(Tie(str(fields["host"]), str(fields["reference"]), *map(int, times)))
-                except (KeyError, TypeError, ValueError, OverflowError):
-                    continue
+        for line in lines_of(path):
+            try:
+                fields = json_of(line)
+                times = (fields["monotonic_ns"], fields["reference_monotonic_ns"], fields["error_ns"])
+                ties.append(Tie(str(fields["host"]), str(fields["reference"]), *map(int, times)))
+            except (KeyError, TypeError, ValueError, OverflowError):
+                continue
     return ties
 
 

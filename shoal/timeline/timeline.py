@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError
+from shoal.limits import json_of, lines_of
 from shoal.timeline.clocks import OneClock, Origin, read_ties
 from shoal.timeline.lines import FORMAT, header_line, parse_span, span_line
 from shoal.timeline.span import Kind, Span
@@ -144,22 +144,21 @@ class _Part:
 def _parts(path: Path) -> list[_Part]:
     parts: list[_Part] = []
     torn: int | None = None
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                fields = json.loads(line)
-            except ValueError:
-                _refuse(path, torn)
-                torn = number
-                continue
-            if isinstance(fields, dict) and "timeline" in fields:
-                parts.append(_part(path, number, fields))
-                torn = None
-            elif parts:
-                _refuse(path, torn)
-                parts[-1].lines.append((number, fields))
-            else:
-                raise ShoalError(f'{path}:{number}: a timeline file begins with a "timeline" header')
+    for number, line in enumerate(lines_of(path), start=1):
+        try:
+            fields = json_of(line)
+        except ValueError:
+            _refuse(path, torn)
+            torn = number
+            continue
+        if isinstance(fields, dict) and "timeline" in fields:
+            parts.append(_part(path, number, fields))
+            torn = None
+        elif parts:
+            _refuse(path, torn)
+            parts[-1].lines.append((number, fields))
+        else:
+            raise ShoalError(f'{path}:{number}: a timeline file begins with a "timeline" header')
     return parts
 
 
