@@ -1,15 +1,18 @@
-"""Every listener stands in SECURITY.md, and a training on one machine listens on loopback alone."""
+"""Listeners stand in SECURITY.md; a training listens on loopback alone, and tells nobody its secrets."""
 
 from __future__ import annotations
 
 import ast
 import ipaddress
+import json
 import os
 import re
+import stat
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -103,19 +106,70 @@ def with_children(pid: str) -> set[str]:
     return {pid}.union(*map(with_children, below))
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs Linux's /proc")
-def test_a_training_on_one_machine_listens_on_loopback_alone(tmp_path: Path) -> None:
+SECRETS = {name: f"secret-{name}" for name in ("WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN")} | {
+    "OTEL_EXPORTER_OTLP_HEADERS": "authorization=secret-OTEL"
+}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A training that ended, and what could be seen of it meanwhile."""
+
+    run: Path
+    told: str
+    ports: set[tuple[str, str]]
+    arguments: set[bytes]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Two workers, a parameter server and an endpoint for Prometheus, with secrets in the environment."""
+    run = tmp_path_factory.mktemp("secure") / "run"
     plan = "dp=2,exchange=server,servers=1"
     settings = ("steps=4", "batch=4", "sequence=16", "record.prometheus=0", "data.source=" + __file__)
-    command = [sys.executable, "-m", "shoal", "train", "--plan", plan, "--run", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "shoal", "train", "--plan", plan, "--run", str(run)]
     for setting in settings:
         command += ["--set", setting]
-    found: set[tuple[str, str]] = set()
-    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as train:
-        while train.poll() is None:
-            found |= open_ports(with_children(str(train.pid)))
-            time.sleep(0.1)
-        assert train.stderr is not None
-        assert train.returncode == 0, train.stderr.read()
-    assert len(found) > 2  # the store, the server, Prometheus
-    assert all(ipaddress.ip_address(address).is_loopback for address, _ in found), found
+    ports: set[tuple[str, str]] = set()
+    arguments: set[bytes] = set()
+    with (run.parent / "told").open("w+") as told:
+        environment = {**os.environ, **SECRETS, "OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(command, stdout=told, stderr=told, env=environment) as train:
+            while train.poll() is None:
+                pids = with_children(str(train.pid))
+                ports |= open_ports(pids)
+                arguments |= set(map(arguments_of, pids))
+                time.sleep(0.1)
+        told.seek(0)
+        text = told.read()
+    assert train.returncode == 0, text
+    return Trained(run, text, ports, arguments)
+
+
+def arguments_of(pid: str) -> bytes:
+    """The arguments of a process, which every user of its host may read."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def test_a_training_on_one_machine_listens_on_loopback_alone(trained: Trained) -> None:
+    assert len(trained.ports) > 2  # the store, the server, Prometheus
+    assert all(ipaddress.ip_address(address).is_loopback for address, _ in trained.ports), trained.ports
+
+
+def test_secrets_are_in_no_arguments_output_or_file_that_others_can_read(trained: Trained) -> None:
+    token = json.loads((trained.run / "servers.json").read_text())["token"]
+    assert len(token) >= 32
+    hidden = [*SECRETS.values(), "secret-OTEL", token]
+    assert stat.S_IMODE(trained.run.stat().st_mode) == 0o700
+    assert stat.S_IMODE((trained.run / "servers.json").stat().st_mode) == 0o600
+    files = {path: path.read_bytes() for path in trained.run.rglob("*") if path.is_file()}
+    assert {path.name for path in files} > {"run.json", "metrics.jsonl", "servers.json"}
+    for secret in hidden:
+        assert [path.name for path, content in files.items() if secret.encode() in content] == [
+            "servers.json"
+        ] * (secret == token)
+        assert secret not in trained.told
+        assert not any(secret.encode() in words for words in trained.arguments)
