@@ -15,6 +15,8 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store, TCPStore
 
+from shoal.collectives.sealed_store import SealedStore, read_secret
+
 __all__ = ["open_store"]
 
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"
@@ -33,16 +35,27 @@ def open_store(
     It listens at the master's address. It listens on every interface only if that is no address of this
     host, or a name that this host alone takes for loopback: then others may know the host by another address.
 
+    With SHOAL_SECRET_FILE its values are sealed: see `SealedStore`.
+
     Args:
         master: Host and port where the processes meet.
         rank: This process's rank.
         ranks: Number of processes.
         timeout: Time limit for all to come, and for later calls.
-        environment: Environment that says whether the launcher serves the store.
+        environment: Environment that says whether the launcher serves the store, and where the secret is.
 
     Raises:
+        ConfigError: The file of the secret cannot be used.
         RuntimeError: The processes did not all meet.
     """
+    secret = read_secret(environment)
+    store = _connected(master, rank, ranks, timeout, environment)
+    return store if secret is None else SealedStore(store, secret)
+
+
+def _connected(
+    master: tuple[str, int], rank: int, ranks: int, timeout: timedelta, environment: Mapping[str, str]
+) -> Store:
     host, port = master
     if rank != 0 or environment.get(_AGENT) == "True":
         return TCPStore(host, port, ranks, False, timeout)

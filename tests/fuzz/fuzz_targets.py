@@ -130,8 +130,7 @@ def channel(data: bytes) -> None:
         there.sendall(data[: 1 << 16])
         there.shutdown(socket.SHUT_WR)
         try:
-            if received.require("token"):
-                received.receive()
+            received.receive()
         except (OSError, ValueError) as error:  # which end the connection of a server
             raise CommunicationError(str(error)) from error
 
