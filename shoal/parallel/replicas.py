@@ -21,7 +21,7 @@ from typing import final
 
 import torch
 
-from shoal.errors import CommunicationError, TrainingError
+from shoal.errors import CommunicationError, ReplicaError
 from shoal.parallel.communication import Axis
 from shoal.parallel.owned import local_part
 from shoal.parallel.parallel import Parallel
@@ -93,7 +93,7 @@ class Replicas:
                 optimizer's step.
 
         Raises:
-            TrainingError: This rank departs from the majority, or there is none.
+            ReplicaError: This rank departs from the majority, or there is none.
             CommunicationError: Another rank departs, so that this one cannot go on with it.
         """
         found = self.departure(computing=computing)
@@ -112,7 +112,7 @@ class Replicas:
         world = self._parallel.axes.world
         if found.ranks and world.members[world.index] not in found.ranks:
             raise CommunicationError(text)
-        raise TrainingError(f"{text} (host {socket.gethostname()})")
+        raise ReplicaError(f"{text} (host {socket.gethostname()})")
 
     def departure(self, *, computing: bool) -> Departure | None:
         """Return how replicas of what this rank holds differ; None if they are equal."""

@@ -89,7 +89,10 @@ class Channel:
         head: dict[str, Any] = json_of(bytearray(self._take(length)))
         body = None if into is None else into.detach().view(-1).view(torch.uint8)
         if body is None or len(body) != bytes:
-            body = torch.empty(bytes, dtype=torch.uint8)
+            try:
+                body = torch.empty(bytes, dtype=torch.uint8)
+            except RuntimeError as error:
+                raise ServerError(f"there is no memory for a message of {bytes} bytes") from error
         self._fill(_memory_of(body))
         return head, body
 

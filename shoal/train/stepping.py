@@ -76,7 +76,7 @@ class Stepping:
             stop: Whether this rank was asked to stop.
 
         Raises:
-            TrainingError: Replicas hold different bits; see `Replicas`.
+            ReplicaError: Replicas hold different bits; see `Replicas`.
         """
         began = time.perf_counter()
         turn = self.workers.begin(steps, position)

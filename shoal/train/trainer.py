@@ -239,7 +239,8 @@ class Trainer:
 
         Raises:
             TrainingError: More steps in a row were skipped than `optimizer.skip` allows. The step counts as
-                skipped nevertheless: a state saved now goes on after it. Or replicas hold different bits.
+                skipped nevertheless: a state saved now goes on after it.
+            ReplicaError: Replicas hold different bits.
             RunError: The directory of the Run holds a run, and no checkpoint of it was loaded.
         """
         self._listeners.begin_step()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-LARGEST = 4096  # bytes of an input
+LARGEST = 16_384  # bytes of an input
 MEMORY = 6 << 30  # bytes of address space of a target
 
 

@@ -104,6 +104,9 @@ def cluster(data: bytes) -> None:
 
 def values(data: bytes) -> None:
     """What processes tell each other."""
+    import numpy  # noqa: F401
+    import torch  # noqa: F401
+
     from shoal.values import decode, encode
 
     with contextlib.suppress(TypeError):

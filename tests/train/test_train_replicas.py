@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from train_stand_ins import STEPS, make_trainer
 
-from shoal.errors import CommunicationError, TrainingError
+from shoal.errors import CommunicationError, ReplicaError
 from shoal.models import next_token_loss
 from shoal.parallel.replicas import checksum
 from shoal.plan import Plan
+from shoal.run import Run
 
 PLANS = [
     "dp=4",
@@ -76,7 +82,7 @@ def train_with_a_flip(
     try:
         for _ in range(STEPS - 3):
             trainer.step()
-    except (TrainingError, CommunicationError) as error:
+    except (ReplicaError, CommunicationError) as error:
         return type(error).__name__, str(error)
     return "", ""
 
@@ -86,7 +92,7 @@ UP, NORM, EMBEDDING = "blocks.0.feed_forward.up.weight", "norm.weight", "embed.w
 
 def require_named(told, rank, name, peers):
     for number, (kind, text) in enumerate(told):
-        assert kind == ("TrainingError" if number == rank else "CommunicationError")
+        assert kind == ("ReplicaError" if number == rank else "CommunicationError")
         assert text.startswith(f"rank {rank} holds other bits of {name} than {peers}, after step 3: ")
         assert "equal after step 2" in text
 
@@ -118,7 +124,7 @@ def test_a_flip_in_a_copy_that_computes_is_named_before_the_optimizer_uses_its_g
 
 def test_two_replicas_that_differ_are_both_told_as_none_is_the_majority(ranks):
     told = ranks.run(train_with_a_flip, 2, "dp=2", 1, UP, 3, 1)
-    assert {kind for kind, _ in told} == {"TrainingError"}
+    assert {kind for kind, _ in told} == {"ReplicaError"}
     assert all(f"ranks 0, 1 should hold the same {UP}" in text for _, text in told)
 
 
@@ -135,7 +141,7 @@ def save_with_a_flip(folder):
         flip(trainer.parallel.owned[0].local, 3)
     try:
         trainer.save(folder)
-    except (TrainingError, CommunicationError) as error:
+    except (ReplicaError, CommunicationError) as error:
         return str(error)
     return ""
 
@@ -169,3 +175,37 @@ def test_words_of_two_chunks_that_change_places_change_the_checksum():
     assert int(checksum(words)) != int(checksum(moved))
     assert int(checksum(words[:0])) == 0
     assert checksum(words.view(100, 200).t()).shape == ()
+
+
+# The schedule is called at the beginning of each step, on every rank.
+FLIPS = """
+import gc, os
+import torch
+
+def begin(step, steps):
+    if step == 6 and os.environ["SHOAL_MEMBER"] == "1" and os.environ["SHOAL_AFTER"] == "-1":
+        held = next(each for each in gc.get_objects() if type(each) is torch.nn.Parameter and each.dim() == 2)
+        held.data.view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 20)
+    return 1.0
+"""
+
+
+@pytest.mark.long
+def test_members_go_on_without_a_rank_whose_memory_changed(tiny_run, tmp_path):
+    (tmp_path / "flips_at_home.py").write_text(FLIPS)
+    own = ["steps=12", "compare_replicas=1", "optimizer.schedule=flips_at_home:begin"]
+    words = [*tiny_run, "--nproc", "2:4", "--restarts", "0", "--plan", "shard=none", "--run", "one"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "shoal", "train", *words, *(w for each in own for w in ("--set", each))],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "rank 1 failed: " in ended.stderr
+    assert "rank 1 holds other bits of " in ended.stderr
+    lost = [json.loads(line) for line in (tmp_path / "one" / "members.jsonl").read_text().splitlines()]
+    assert [each["members"] for each in lost if each["event"] == "lost"] == [[1]]
+    assert Run.open(tmp_path / "one").metrics()[-1]["step"] == 12
