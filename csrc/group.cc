@@ -239,17 +239,23 @@ std::shared_ptr<Task> Group::call(Operation operation, bool asynchronous) {
   const bool is_one_shot = one_host_ && operation.algorithm == Algorithm::one_shot;
   auto idle = is_one_shot ? executor_->try_idle() : std::unique_lock<std::mutex>();
   bool begun = false;
-  if (idle && board_.is_prepared()) {
-    host_->patience = patience_;
-    begin_one_shot(operation, *host_);
-    begun = true;
-    for (int look = 0; look < looks_; ++look) {
-      if (board_.all_published()) {
-        finish_one_shot(operation, *host_);
-        return nullptr;
+  try {
+    if (idle && board_.is_prepared()) {
+      host_->patience = patience_;
+      board_.begin(call_of(operation));
+      begin_one_shot(operation, *host_);
+      begun = true;
+      for (int look = 0; look < looks_; ++look) {
+        if (board_.all_published()) {
+          finish_one_shot(operation, *host_);
+          return nullptr;
+        }
+        pause_briefly();
       }
-      pause_briefly();
     }
+  } catch (const Failure& failure) {
+    leave(operation, failure);
+    throw;
   }
   auto task = std::make_shared<Task>();
   task->operation = std::move(operation);
@@ -301,6 +307,7 @@ void Group::run(Task& task, bool is_background) {
   try {
     alarm_.check();
     host_->patience = is_background ? background_patience_ : patience_;
+    if (!task.begun) board_.begin(call_of(operation));
     if (task.begun) {
       finish_one_shot(operation, *host_);
     } else if (one_host_ && operation.algorithm == Algorithm::one_shot) {

@@ -35,14 +35,17 @@ void require_stripes(const Operation& op, size_t size, bool one_host) {
 
 }  // namespace
 
+Call call_of(const Operation& op) {
+  const size_t bytes = op.collective == Collective::all_to_all ? 0 : op.bytes;
+  return Call(op.collective, op.dtype, op.reduction, op.root, bytes);
+}
+
 void require_possible(const Operation& op, int size, bool one_host) {
   if (op.root < 0 || op.root >= size) {
     throw Failure(Code::invalid, -1, "rank " + std::to_string(op.root) + " cannot be the root");
   }
   if (op.stripes) require_stripes(op, static_cast<size_t>(size), one_host);
-  const bool reduces = op.collective == Collective::all_reduce || op.collective == Collective::reduce ||
-                       op.collective == Collective::reduce_scatter;
-  if (!reduces) return;
+  if (!is_reducing(op.collective)) return;
   require_supported(op.dtype, op.reduction);
   if (op.bytes % size_of(op.dtype) != 0) {
     throw Failure(Code::invalid, -1, std::to_string(op.bytes) + " bytes are not whole elements");

@@ -6,22 +6,11 @@
 #include <optional>
 #include <vector>
 
+#include "common/call.h"
 #include "common/deadline.h"
 #include "common/types.h"
 
 namespace shoal {
-
-enum class Collective : int {
-  barrier = 0,
-  all_reduce = 1,
-  all_gather = 2,
-  reduce_scatter = 3,
-  broadcast = 4,
-  reduce = 5,
-  gather = 6,
-  scatter = 7,
-  all_to_all = 8,
-};
 
 enum class Algorithm : int {
   one_shot = 0,          // every rank writes once, and reads the data of all ranks
@@ -60,6 +49,9 @@ struct Operation {
   std::optional<std::vector<Stripe>> stripes;
   Deadline deadline = Deadline::after(1800);
 };
+
+// What all ranks of a host must agree on. The sizes of an all-to-all differ from rank to rank.
+Call call_of(const Operation& operation);
 
 // Throws Failure(Code::invalid) if no algorithm can do the operation among `size` ranks, on one host or on several. All
 // ranks get the same result, before any of them sends anything.

@@ -13,7 +13,7 @@ enum class Code : int {
   peer_lost = 3,     // a process ended, or its connection did
   peer_stopped = 4,  // a process is there but shows no sign of life
   aborted = 5,       // abort() was called here
-  mismatch = 6,      // ranks called different operations, sizes or types (SHOAL_DEBUG=1)
+  mismatch = 6,      // ranks called different operations, sizes or types
   system = 7,        // the operating system refused something
   refused = 8,       // a connection without the group's secret
   interrupted = 9,   // a signal handler raised while the thread waited; the operation may go on

@@ -33,6 +33,9 @@ inline void pause_briefly() {
 struct alignas(64) Flag {
   std::atomic<uint32_t> value{0};
   std::atomic<uint32_t> sleepers{0};
+  // In the same cache line, so that they cost those nothing who look at the value: words for even and odd values. Who
+  // sets the value writes its word before.
+  uint64_t words[2] = {0, 0};
 
   void set(uint32_t to) {
     value.store(to, std::memory_order_seq_cst);

@@ -1,9 +1,21 @@
-// Element types and reductions. The numbers are part of the C interface.
+// Collectives, element types and reductions. The numbers are part of the C interface.
 #pragma once
 
 #include <cstddef>
 
 namespace shoal {
+
+enum class Collective : int {
+  barrier = 0,
+  all_reduce = 1,
+  all_gather = 2,
+  reduce_scatter = 3,
+  broadcast = 4,
+  reduce = 5,
+  gather = 6,
+  scatter = 7,
+  all_to_all = 8,
+};
 
 enum class Dtype : int {
   float32 = 0,
@@ -28,6 +40,12 @@ enum class Reduction : int {
   bit_or = 6,
   bit_xor = 7,
 };
+
+// Whether a collective calculates with the elements; the others move bytes.
+constexpr bool is_reducing(Collective collective) {
+  return collective == Collective::all_reduce || collective == Collective::reduce ||
+         collective == Collective::reduce_scatter;
+}
 
 constexpr size_t size_of(Dtype dtype) {
   switch (dtype) {

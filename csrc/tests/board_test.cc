@@ -105,6 +105,32 @@ void peers_of_the_same_process_can_be_read() {
   for (int index = 0; index < 3; ++index) CHECK(ranks[index].board.can_read_peers());
 }
 
+void ranks_of_different_calls_fail_and_say_both() {
+  HostRanks ranks(3);
+  ranks.run([&](HostRank& rank) {
+    rank.board.begin(Call(Collective::all_reduce, Dtype::float32, Reduction::maximum, 0, 64));
+    rank.board.pass(rank.host.patience, rank.alarm, Deadline::after(60));
+    // The type does not count where nothing is calculated.
+    const Dtype dtype = rank.index == 0 ? Dtype::float32 : Dtype::int32;
+    rank.board.begin(Call(Collective::broadcast, dtype, Reduction::sum, 2, 64));
+    rank.board.pass(rank.host.patience, rank.alarm, Deadline::after(60));
+    rank.board.begin(Call(Collective::reduce, Dtype::int64, Reduction::sum, 1, rank.index == 1 ? 8 : 16));
+    rank.board.publish();
+    const int other = rank.index == 1 ? 0 : 1;
+    try {
+      rank.board.await(other, rank.host.patience, rank.alarm, Deadline::after(60));
+      CHECK(false);
+    } catch (const Failure& failure) {
+      CHECK_EQUAL(failure.code, Code::mismatch);
+      CHECK_EQUAL(failure.rank, HostRanks::number_of(other));
+      const std::string text = failure.what();
+      for (const char* bytes : {"8", "16"}) {
+        CHECK(text.find("reduce of " + std::string(bytes) + " bytes of int64 (sum) with root 1") != text.npos);
+      }
+    }
+  });
+}
+
 // The failure of rank 0 on an introduction of rank 1 that is not, or no longer, true.
 Code code_of_attaching(const Introduction& told, const Introduction& own, Board& board) {
   try {
@@ -149,6 +175,7 @@ int main() {
   a_rank_that_does_not_come_is_named_when_time_runs_out();
   an_alarm_frees_a_rank_that_sleeps();
   no_wake_up_of_a_flag_is_lost();
+  ranks_of_different_calls_fail_and_say_both();
   peers_of_the_same_process_can_be_read();
   a_board_that_is_not_what_was_introduced_is_refused();
   return report();

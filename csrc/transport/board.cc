@@ -92,6 +92,7 @@ bool Board::all_published() {
   for (int peer = 0; peer < size_; ++peer) {
     if (!has_reached(front(peer).flag.value.load(std::memory_order_acquire))) return false;
   }
+  for (int peer = 0; peer < size_; ++peer) compare_calls(peer);
   settled_ = tick_;
   return true;
 }
@@ -105,6 +106,14 @@ void Board::await_all(const Patience& patience, const Alarm& alarm, const Deadli
 void Board::await(int index, const Patience& patience, const Alarm& alarm, const Deadline& deadline) const {
   const auto is_there = [this](uint32_t value) { return has_reached(value); };
   patience.await(front(index).flag, is_there, alarm, deadline, ranks_[index]);
+  compare_calls(index);
+}
+
+void Board::refuse_call(int index) const {
+  const auto called = [this](int local) { return Call(front(local).flag.words[tick_ & 1]).text(); };
+  const std::string peer = std::to_string(ranks_[index]), self = std::to_string(ranks_[index_]);
+  throw Failure(Code::mismatch, ranks_[index],
+                "rank " + peer + " called " + called(index) + " where rank " + self + " called " + called(index_));
 }
 
 void Board::wake_sleepers() {

@@ -4,6 +4,9 @@
 // the tick's number. A rank that sees the flags of all ranks at a tick may read the notices and slots of all ranks for
 // that tick. There are two of each, for even and odd ticks: a rank writes those of tick t + 1 only after it saw the
 // flags of all ranks at t, and a rank raises its flag to t after it has read the data of t - 1.
+//
+// With each tick a rank tells which call it is of. Ranks whose calls differ would take each other's data for what it is
+// not, and go on with it; so they fail instead.
 #pragma once
 
 #include <sys/types.h>
@@ -15,6 +18,7 @@
 #include <iosfwd>
 #include <vector>
 
+#include "common/call.h"
 #include "common/cores.h"
 #include "common/patience.h"
 #include "transport/presence.h"
@@ -110,10 +114,17 @@ class Board {
   bool is_prepared() { return settled_ == tick_ || all_published(); }
   Notice& own_notice() { return front(index_).notices[(tick_ + 1) & 1]; }
   std::byte* own_slot() { return slot_of(index_, tick_ + 1); }
-  void publish() { front(index_).flag.set(++tick_); }
+  void publish() {
+    Flag& flag = front(index_).flag;
+    flag.words[(tick_ + 1) & 1] = call_.word();
+    flag.set(++tick_);
+  }
+
+  // The call that the next ticks are of.
+  void begin(Call call) { call_ = call; }
 
   // Whether the others have published this rank's last tick too; then functions that wait for it, for all ranks or for
-  // one.
+  // one. All throw Failure(Code::mismatch) if the tick of another rank is of another call.
   bool all_published();
   void await_all(const Patience&, const Alarm&, const Deadline&);
   void await(int index, const Patience&, const Alarm&, const Deadline&) const;
@@ -139,6 +150,10 @@ class Board {
 
  private:
   size_t segment_bytes() const;
+  void compare_calls(int index) const {
+    if (front(index).flag.words[tick_ & 1] != front(index_).flag.words[tick_ & 1]) refuse_call(index);
+  }
+  [[noreturn]] void refuse_call(int index) const;
   // Numbers wrap around after 2^32 ticks: compared by difference.
   bool has_reached(uint32_t value) const { return static_cast<int32_t>(value - tick_) >= 0; }
 
@@ -146,6 +161,7 @@ class Board {
   int index_ = 0;
   uint32_t tick_;
   uint32_t settled_;  // the last tick at which all ranks were seen
+  Call call_;
   std::vector<Segment> segments_;
   std::vector<Introduction> peers_;
   std::vector<int> ranks_;

@@ -8,6 +8,7 @@ ones are made from text on this machine. `--set KEY=VALUE` changes the configura
 
 import argparse
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,9 @@ import torch
 
 from shoal.cli.main import main as shoal
 from shoal.cost import AlphaBeta, fit_alpha_beta
+from shoal.data import DataConfig
+from shoal.data import prepare as read
+from shoal.errors import ShoalError
 from shoal.run import Run
 from shoal.timeline import NamedCollective, Timeline, named_collectives
 
@@ -72,27 +76,45 @@ def prepare(arguments: argparse.Namespace) -> list[str]:
     if data == made:
         print("no --data: lines of Python's standard library stand in, comments (1) and code (0)")
         stand_in.make_data(made)
-    train_file, dev_file = (find(data, name) for name in ("train", "dev"))
+    train_files, dev_files = find(data, "train"), find(data, "dev", "validation")
+    if len(dev_files) > 1:
+        sys.exit(
+            f"{data} has several files for validation, and one is wanted: {', '.join(map(str, dev_files))}"
+        )
     if model == made:
         print("no --model: a small DistilBERT with new values stands in, and a tokenizer made from the texts")
-        stand_in.make_model(made, train_file)
+        stand_in.make_model(made, sentences_of(train_files, made))
     return [
         f"model=hf:{model}",
         f"data.tokenizer={model}",
-        f"data.source={train_file}",
-        f"data.validation={dev_file}",
+        f"data.source={json.dumps([str(file) for file in train_files])}"
+        if len(train_files) > 1
+        else f"data.source={train_files[0]}",
+        f"data.validation={dev_files[0]}",
         *arguments.settings,
     ]
 
 
-def find(folder: Path, name: str) -> Path:
-    """Return the file of a split: train.tsv, or a name such as train-00000-of-00001.parquet."""
-    found = sorted([*folder.glob(f"{name}*.tsv"), *folder.glob(f"{name}*.parquet")])
-    if name == "dev" and not found:
-        return find(folder, "validation")
-    if not found:
-        sys.exit(f"{folder} has no {name}*.tsv and no {name}*.parquet")
-    return found[0]
+def find(folder: Path, *names: str) -> list[Path]:
+    """Return the files of a split, there or in data/: train.tsv, or train-00000-of-00001.parquet."""
+    places = [(place, name) for place in (folder, folder / "data") for name in names]
+    for suffix in ("tsv", "parquet"):
+        for place, name in places:
+            if found := sorted(place.glob(f"{name}*.{suffix}")):
+                return found
+    wanted = " or ".join(f"{name}*.tsv, {name}*.parquet" for name in names)
+    there = ", ".join(sorted(file.name for file in folder.iterdir())[:9]) if folder.is_dir() else ""
+    sys.exit(f"{folder} has no {wanted}" + (f"; it has {there}" if there else " because it is no folder"))
+
+
+def sentences_of(files: list[Path], cache: Path) -> list[str]:
+    """Return the sentences of these files."""
+    sources = tuple(map(str, files))
+    try:
+        corpus = read(DataConfig(source=sources, field="sentence", tokenizer="bytes", cache=cache))
+    except ShoalError as error:
+        sys.exit(str(error))
+    return bytes(corpus.tokens).decode("utf-8", errors="replace").split("\0")  # a byte 0 ends each
 
 
 def train(config: Path, folder: Path, plan: str, settings: list[str]) -> None:
@@ -104,7 +126,7 @@ def train(config: Path, folder: Path, plan: str, settings: list[str]) -> None:
 def run(*words: object) -> None:
     """Run a command of shoal, after a line that shows it."""
     command = [str(word) for word in words]
-    print("\n$ shoal", " ".join(command), flush=True)
+    print("\n$ shoal", shlex.join(command), flush=True)
     if code := shoal(command):
         sys.exit(code)
 

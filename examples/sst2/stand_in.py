@@ -49,13 +49,12 @@ def make_data(folder: Path) -> None:
         (folder / f"{name}.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def make_model(folder: Path, texts: Path) -> None:
-    """Write the configuration of a small DistilBERT, and a tokenizer with words of its texts."""
+def make_model(folder: Path, sentences: list[str]) -> None:
+    """Write the configuration of a small DistilBERT, and a tokenizer with words of these sentences."""
     tokenizer = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     trainer = trainers.WordPieceTrainer(vocab_size=4000, special_tokens=SPECIAL, show_progress=False)
-    sentences = [line.rpartition("\t")[0] for line in texts.read_text(encoding="utf-8").splitlines()[1:]]
     tokenizer.train_from_iterator(sentences, trainer)
     around = [(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")]
     tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=around)

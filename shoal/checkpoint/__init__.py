@@ -15,6 +15,7 @@ from shoal.checkpoint.files import REAL_FILES, FileSystem, RealFiles
 from shoal.checkpoint.load import load
 from shoal.checkpoint.load_verified import load_verified
 from shoal.checkpoint.manifest import FileRecord, Manifest, StoredPiece, TensorRecord, read_manifest
+from shoal.checkpoint.mapped_file import make_mapped_file
 from shoal.checkpoint.piece import Piece
 from shoal.checkpoint.region import Region
 from shoal.checkpoint.retain import retain
@@ -62,6 +63,7 @@ __all__ = [
     "latest",
     "load",
     "load_verified",
+    "make_mapped_file",
     "newest_sound",
     "newest_verified",
     "read_manifest",

@@ -15,7 +15,7 @@ from shoal.checkpoint.manifest import FileRecord, StoredPiece, TensorRecord
 from shoal.checkpoint.piece import Piece
 from shoal.errors import CheckpointError
 
-__all__ = ["Shard", "Values", "describe", "dtype_named", "in_order", "own_values"]
+__all__ = ["Shard", "Values", "describe", "dtype_name", "dtype_named", "in_order", "own_values"]
 
 _LARGE = 1 << 20  # bytes
 
@@ -54,6 +54,25 @@ def dtype_named(name: str) -> torch.dtype:
     )
 
 
+def dtype_name(dtype: torch.dtype, tensor: str) -> str:
+    """Return the name of a dtype in the safetensors format.
+
+    Args:
+        dtype: The dtype.
+        tensor: Name of the tensor, for the error.
+
+    Raises:
+        CheckpointError: It has none.
+    """
+    name = _DTYPES.get(dtype)
+    if name is None:
+        known = ", ".join(sorted(str(each).removeprefix("torch.") for each in _DTYPES))
+        raise CheckpointError(
+            f"tensor {tensor!r} is {dtype}, which cannot be stored; possible types: {known}"
+        )
+    return name
+
+
 def describe(placed: Iterable[tuple[str, Piece]]) -> dict[str, TensorRecord]:
     """Return the manifest's records of a rank's pieces, each given with the file that stores it.
 
@@ -65,7 +84,7 @@ def describe(placed: Iterable[tuple[str, Piece]]) -> dict[str, TensorRecord]:
     records: dict[str, TensorRecord] = {}
     for file, piece in placed:
         stored = (_stored(file, piece),) if piece.start < piece.stop else ()
-        record = TensorRecord(_dtype_name(piece), piece.shape, stored)
+        record = TensorRecord(dtype_name(piece.tensor.dtype, piece.name), piece.shape, stored)
         before = records.setdefault(piece.name, TensorRecord(record.dtype, record.shape, ()))
         if (before.dtype, before.shape) != (record.dtype, record.shape):
             raise CheckpointError(f"two pieces of {piece.name!r} differ in dtype or shape")
@@ -189,19 +208,9 @@ def _header(pieces: Sequence[Piece]) -> bytes:
             raise CheckpointError(f"a tensor cannot be called {key!r}: safetensors reserves that name")
         end = offset + piece.tensor.numel() * piece.tensor.element_size()
         entries[key] = {
-            "dtype": _dtype_name(piece),
+            "dtype": dtype_name(piece.tensor.dtype, piece.name),
             "shape": stored.shape_in_file(piece.shape),
             "data_offsets": (offset, end),
         }
         offset = end
     return json.dumps(entries, separators=(",", ":")).encode()
-
-
-def _dtype_name(piece: Piece) -> str:
-    name = _DTYPES.get(piece.tensor.dtype)
-    if name is None:
-        known = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in _DTYPES))
-        raise CheckpointError(
-            f"tensor {piece.name!r} is {piece.tensor.dtype}, which cannot be stored; possible types: {known}"
-        )
-    return name

@@ -16,7 +16,8 @@ from shoal.data.generators import key_of, seed_generators
 from shoal.data.labelled import LabelledSamples, require_padding
 from shoal.data.labels import are_numbers, numbers_of
 from shoal.data.loader import Loader
-from shoal.data.mixture import AnyCorpus, MixedCorpus, MixedSamples, prepare
+from shoal.data.mixed_samples import MixedSamples
+from shoal.data.mixture import AnyCorpus, MixedCorpus, prepare
 from shoal.data.packed import Packed, PackedSamples
 from shoal.data.permutation import order
 from shoal.data.prefetch import Prefetcher

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from shoal.data.stream import StreamInfo
 
-__all__ = ["default_directory", "read_or_write_entry"]
+__all__ = ["Entry", "default_directory", "read_or_write_entry"]
 
 _HEADER_BYTES = 1 << 16  # pages, so that the tokens are aligned for any dtype; holds the names of classes
 

@@ -32,7 +32,7 @@ class ChatSamples:
 
     Raises:
         ConfigError: `sequence` is not positive.
-        DataError: There is no conversation, or none has an answer within its first tokens.
+        DataError: There is no conversation.
     """
 
     deterministic = True
@@ -49,9 +49,16 @@ class ChatSamples:
         self._padding = tokenizer.padding if tokenizer.padding is not None else tokenizer.end_of_text
         self._starts, self._ends = text_bounds(self._tokens, 2 * self._size)
         self.sequence = sequence
+
+    def require_answers(self) -> None:
+        """Refuse conversations from which nothing can be learned.
+
+        Raises:
+            DataError: None has an answer within its first tokens.
+        """
         if not any(self._text(index)[1:].max(initial=0) >= self._size for index in range(len(self))):
             raise DataError(
-                f"no conversation has an answer within its first {sequence + 1} tokens",
+                f"no conversation has an answer within its first {self.sequence + 1} tokens",
                 possible="a sequence that is long enough for a question and its answer",
                 change="set a larger sequence length",
             )

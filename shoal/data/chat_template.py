@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, final
@@ -30,7 +31,7 @@ def template_identity(name: str) -> str:
 
 @final
 class ChatTemplate:
-    """The chat template of a tokenizer.
+    """The chat template of a tokenizer. Threads may share it.
 
     Args:
         name: The tokenizer's folder, with tokenizer.json and tokenizer_config.json.
@@ -51,6 +52,7 @@ class ChatTemplate:
                 change="set data.tokenizer to the folder of a model that was trained on conversations",
             )
         self._tokenizer = tokenizer
+        self._mutex = threading.Lock()  # a tokenizer of transformers refuses two threads at once
         self._has_marks = bool(_MARKS.search(str(tokenizer.chat_template)))
 
     def encode(self, messages: Any, place: str) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -68,7 +70,10 @@ class ChatTemplate:
         """
         _require_messages(messages, place)
         try:
-            ids, answers = self._with_marks(messages) if self._has_marks else self._between(messages, place)
+            with self._mutex:
+                ids, answers = (
+                    self._with_marks(messages) if self._has_marks else self._between(messages, place)
+                )
         except DataError:
             raise
         except Exception as error:  # a template may raise anything

@@ -2,9 +2,10 @@
 
 Each chunk is an entry of the cache, written once on a host by whichever process needs it first: others wait
 on its lock. Only the entries that were used last are kept. A file beside them holds the length of each chunk
-that was ever made, 8 bytes a chunk, so that later runs know where a sample lies without its tokens. An entry
-that is deleted while it is mapped stays readable there, and any chunk can be made again: what is kept decides
-how much work is done, and never which tokens a sample has.
+that was ever made, 8 bytes a chunk, so that later runs know where a sample lies without its tokens. The
+length is the number of rows if these have labels or are conversations, and else the number of tokens. An
+entry that is deleted while it is mapped stays readable there, and any chunk can be made again: what is kept
+decides how much work is done, and never which tokens a sample has.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from numpy.typing import NDArray
 from shoal.data.cache import read_or_write_entry
 from shoal.data.chunks import Chunk
 from shoal.data.config import DataConfig
-from shoal.data.stream import StreamInfo, write_documents
+from shoal.data.labels import Labels
+from shoal.data.stream import StreamInfo, first_end, write_documents
 from shoal.data.tokenizer import open_tokenizer
 from shoal.data.workers import Workers
 from shoal.errors import DataError
 
-__all__ = ["ChunkStore"]
+__all__ = ["ChunkStore", "naming_directory"]
 
 _LOCKS = 64  # files of locks, which chunks share
 _UNKNOWN = -1
@@ -44,21 +46,29 @@ class ChunkStore:
         chunks: All chunks, in their order.
         config: The configuration, which says how to read them, with how many workers.
         keep: Number of chunks whose tokens are kept on disk.
+        labels: The labels that rows may have, if the configuration names a column of labels.
 
     Raises:
         DataError: The directory cannot be used.
     """
 
-    def __init__(self, directory: Path, chunks: Sequence[Chunk], config: DataConfig, keep: int) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        chunks: Sequence[Chunk],
+        config: DataConfig,
+        keep: int,
+        labels: Sequence[str] = (),
+    ) -> None:
         self._chunks = chunks
-        self._maker = _Maker(directory, config, keep)
+        self._maker = _Maker(directory, config, keep, labels)
         self._workers: Workers[tuple[int, Chunk], int | None] | None = None
         if config.workers:
-            self._workers = Workers(config.workers, partial(_Maker, directory, config, keep))
+            self._workers = Workers(config.workers, partial(_Maker, directory, config, keep, labels))
         self._open: OrderedDict[int, NDArray[np.integer]] = OrderedDict()
         self._keep = keep
         self._mutex = threading.RLock()
-        with _naming(directory):
+        with naming_directory(directory):
             self._lengths = _open_lengths(directory, len(chunks))
 
     def __len__(self) -> int:
@@ -70,13 +80,14 @@ class ChunkStore:
         return self._lengths
 
     def length(self, number: int) -> int:
-        """Return the number of tokens of a chunk, which is made if it is not known.
+        """Return the length of a chunk, which is made if it is not known.
 
         Raises:
             DataError: It cannot be made.
         """
-        known = int(self._lengths[number])
-        return len(self.tokens(number)) if known == _UNKNOWN else known
+        if self._lengths[number] == _UNKNOWN:
+            self.tokens(number)
+        return int(self._lengths[number])
 
     def tokens(self, number: int) -> NDArray[np.integer]:
         """Return the tokens of a chunk, `[length]`, memory-mapped.
@@ -87,7 +98,7 @@ class ChunkStore:
         with self._mutex:
             if number not in self._open:
                 self._open[number] = self._maker.tokens(number, self._chunks[number])
-                self._lengths[number] = len(self._open[number])
+                self._lengths[number] = self._maker.length(self._open[number])
                 if len(self._open) > self._keep:
                     self._open.popitem(last=False)
             self._open.move_to_end(number)
@@ -126,18 +137,24 @@ class ChunkStore:
 class _Maker:
     """Makes chunks in a directory, in this process; in a worker, it is what answers."""
 
-    def __init__(self, directory: Path, config: DataConfig, keep: int) -> None:
+    def __init__(self, directory: Path, config: DataConfig, keep: int, labels: Sequence[str]) -> None:
         self._directory = directory
         self._config = config.model_copy(update={"workers": 0})
         self._keep = keep
         self._tokenizer = open_tokenizer(config.tokenizer)
+        self._labels = Labels(config.label, labels) if config.label else None
 
     def __call__(self, numbered: tuple[int, Chunk]) -> int | None:
         """Make a chunk if it is not on disk, and return its length; None if another process makes it."""
         try:
-            return len(self._entry(*numbered, wait=False))
+            return self.length(self._entry(*numbered, wait=False))
         except BlockingIOError:
             return None
+
+    def length(self, tokens: NDArray[np.integer]) -> int:
+        """Return the length of a chunk with these tokens."""
+        first = first_end(self._config, self._tokenizer)
+        return len(tokens) if first is None else int(np.count_nonzero(tokens >= first))
 
     def has(self, number: int) -> bool:
         """Return whether a chunk is on disk."""
@@ -156,9 +173,9 @@ class _Maker:
         def write(output: BinaryIO, _: BinaryIO) -> StreamInfo:
             nonlocal is_made
             is_made = True
-            return write_documents(files, self._config, self._tokenizer, output)
+            return write_documents(files, self._config, self._tokenizer, output, self._labels)
 
-        with _naming(self._directory):
+        with naming_directory(self._directory):
             path = self._path(number)
             lock = f"lock-{number % _LOCKS}"
             _, tokens = read_or_write_entry(self._directory, path.stem, write, lock=lock, wait=wait)
@@ -194,7 +211,7 @@ def _open_lengths(directory: Path, count: int) -> NDArray[np.int64]:
 
 
 @contextlib.contextmanager
-def _naming(directory: Path) -> Iterator[None]:
+def naming_directory(directory: Path) -> Iterator[None]:
     """Turn an error of the operating system about a directory into a DataError."""
     try:
         yield
@@ -203,6 +220,6 @@ def _naming(directory: Path) -> Iterator[None]:
     except OSError as error:
         raise DataError(
             f"tokens cannot be kept in {str(directory)!r}: {error.strerror or error}",
-            possible="a folder that this user may write, with room for about three windows of tokens",
+            possible="a folder that this user may write, with room for about three windows of each source",
             change="set data.cache to another folder, or data.window to a smaller size",
         ) from error

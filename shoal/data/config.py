@@ -21,8 +21,8 @@ class DataConfig(BaseModel):
 
     source: str | tuple[str, ...] | dict[str, _Weight] = "stdlib"
     """A file, a folder, or several; "stdlib" is the source of Python's own standard library, and
-    "datasets:PATH#SPLIT" a dataset of the package `datasets`. A table from sources to weights mixes them:
-    each gives its share of the samples.
+    "datasets:PATH#SPLIT" a dataset of the package `datasets`, and a URL such as s3://bucket/texts a remote
+    file or folder. A table from sources to weights mixes them: each gives its share of the samples.
     """
 
     tokenizer: str = "bytes"
@@ -59,10 +59,12 @@ class DataConfig(BaseModel):
     """
 
     validation_fraction: float = Field(default=0.05, gt=0, lt=1)
-    """The share of the documents (of the ids, in .npy and .bin files) that is kept for validation."""
+    """The share of the documents (of the ids, in .npy and .bin files) that is kept for validation. With
+    `streaming` the last tokens or rows of a few chunks are.
+    """
 
     validation: str = ""
-    """A file, folder or dataset that is for validation only; then all of `source` is trained on."""
+    """A file, folder, dataset or URL that is for validation only; then all of `source` is trained on."""
 
     workers: int = Field(default=0, ge=0)
     """Processes that encode text with a tokenizer file or a chat template; 0: the process that trains does.
@@ -71,11 +73,13 @@ class DataConfig(BaseModel):
 
     streaming: bool = False
     """Whether text is encoded while the model trains, and only some of its tokens are kept on disk: for text
-    that is larger than the disk, or to begin at once. It needs `validation`.
+    that is larger than the disk, or to begin at once.
     """
 
     window: str = "64MiB"
-    """The text in which samples are shuffled with `streaming`; tokens of up to three windows are kept."""
+    """The text in which samples are shuffled with `streaming`; tokens of up to three windows of each source
+    are kept.
+    """
 
     cache: Path | None = None
     """Where tokens are kept: by default $SHOAL_CACHE, else $XDG_CACHE_HOME/shoal, else ~/.cache/shoal."""

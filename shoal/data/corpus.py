@@ -85,9 +85,41 @@ class Corpus:
                 change="give more data, or a shorter sequence length",
             )
         boundary = self.boundary(sequence)
-        part = self.tokens[:boundary] if split == "train" else self.tokens[boundary:]
-        samples = TokenSamples(part, sequence)
+        return self.samples_of(
+            self.tokens[:boundary] if split == "train" else self.tokens[boundary:], sequence
+        )
+
+    def samples_of(
+        self, tokens: NDArray[np.integer] | JoinedIds, sequence: int, seed: int | None = None
+    ) -> TokenSamples | PackedSamples | LabelledSamples | ChatSamples:
+        """Return the samples of a part of the stream, or of another stream of this form.
+
+        Args:
+            tokens: The tokens, `[length]`.
+            sequence: Tokens that the model sees at once.
+            seed: Seed of another order of labelled texts; None for that of the tokens.
+
+        Raises:
+            ConfigError: `sequence` is not positive.
+            DataError: The tokens are shorter than one sample, or a label is no class.
+        """
+        if self.labels:
+            assert isinstance(tokens, np.ndarray)  # files of ids have no rows
+            numbers = numbers_of(self.labels, self.classes)
+            return LabelledSamples(tokens, numbers, self.tokenizer, sequence, seed, has_types=self.has_types)
+        if self.has_conversations:
+            assert isinstance(tokens, np.ndarray)
+            return ChatSamples(tokens, self.tokenizer, sequence)
+        samples = TokenSamples(tokens, sequence)
         return samples if self.end is None else PackedSamples(samples, self.end)
+
+    def with_classes(self, classes: tuple[str, ...]) -> Corpus:
+        """Return the corpus with its classes in this order."""
+        return replace(self, classes=classes)
+
+    def with_types(self, has_types: bool) -> Corpus:
+        """Return the corpus for a model that takes `token_type_ids`, or for one that takes none."""
+        return replace(self, has_types=has_types)
 
     def boundary(self, sequence: int) -> int:
         """Return the position in the stream where train ends and validation begins.
@@ -104,15 +136,16 @@ class Corpus:
             return self.documents_end
         return length - max(sequence + 1, round(self.validation_fraction * length))
 
-    def _rows(self, split: Split, sequence: int) -> LabelledSamples | ChatSamples:
+    def _rows(
+        self, split: Split, sequence: int
+    ) -> TokenSamples | PackedSamples | LabelledSamples | ChatSamples:
         """Return rows; labelled ones of validation are shuffled, since files may be sorted by label."""
-        assert isinstance(self.tokens, np.ndarray)  # files of ids have no rows
-        train, validation = self.tokens[: self.documents_end], self.tokens[self.documents_end :]
-        part, seed = (train, None) if split == "train" else (validation, 0)
-        if self.has_conversations:
-            return ChatSamples(part, self.tokenizer, sequence)
-        numbers = numbers_of(self.labels, self.classes)
-        return LabelledSamples(part, numbers, self.tokenizer, sequence, seed, has_types=self.has_types)
+        is_train = split == "train"
+        part = self.tokens[: self.documents_end] if is_train else self.tokens[self.documents_end :]
+        samples = self.samples_of(part, sequence, None if is_train else 0)
+        if isinstance(samples, ChatSamples):
+            samples.require_answers()
+        return samples
 
 
 def prepare(config: DataConfig) -> Corpus:
@@ -141,7 +174,10 @@ def prepare(config: DataConfig) -> Corpus:
             return replace(info, is_mapped=True)
         return write_stream(files, config, tokenizer, output, validation_output, held_out)
 
-    is_mapped = all(map(holds_ids, (*files, *held_out))) and not (config.label or config.messages)
+    every = [*files, *held_out]
+    is_mapped = not (config.label or config.messages) and all(
+        holds_ids(each) and not each.url for each in every
+    )
     tokens: NDArray[np.integer] | JoinedIds
     try:
         directory = config.cache.expanduser() if config.cache else default_directory()
@@ -212,8 +248,7 @@ def _cache_key(
         "dtype": config.dtype,
         "validation_fraction": config.validation_fraction,
         "files": [
-            [(str(file.path), file.name, file.size, file.modified) for file in some]
-            for some in (files, held_out)
+            [(file.place, file.name, file.size, file.modified) for file in some] for some in (files, held_out)
         ],
     }
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:32]

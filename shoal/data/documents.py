@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from shoal.data.remote import RemoteIds, naming_remote, open_remote
 from shoal.data.rows import holds_rows, naming, opened, read_rows
 from shoal.data.sources import SourceFile
 from shoal.errors import DataError
@@ -32,12 +33,12 @@ class Document:
 
 
 def holds_ids(file: SourceFile) -> bool:
-    """Return whether this is a memory map of ids (.npy, .bin), to read with `open_ids`."""
+    """Return whether this is a file of ids (.npy, .bin), to read with `open_ids`."""
     return file.table is None and file.path.suffix in (".npy", ".bin")
 
 
-def open_ids(file: SourceFile, dtype: str) -> NDArray[np.integer]:
-    """Memory-map the ids of a .npy or .bin file, `[length]`.
+def open_ids(file: SourceFile, dtype: str) -> NDArray[np.integer] | RemoteIds:
+    """Return the ids of a .npy or .bin file, `[length]`, memory-mapped if it is on this machine.
 
     Args:
         file: The file.
@@ -46,20 +47,46 @@ def open_ids(file: SourceFile, dtype: str) -> NDArray[np.integer]:
     Raises:
         DataError: The file is not a one-dimensional array of integers.
     """
+    if file.url:
+        return _open_remote_ids(file, dtype)
     if file.path.suffix == ".npy":
-        with naming(file.path):
+        with naming(file):
             try:
                 ids: NDArray[Any] = np.lib.format.open_memmap(file.path, mode="r")
             except ValueError as error:
                 raise _wrong_ids(file, f"is not a .npy file: {error}") from error
-        if ids.ndim != 1 or ids.dtype.kind not in "iu":
-            raise _wrong_ids(file, f"holds {ids.dtype} of shape {list(ids.shape)}")
+        _require_flat(file, ids.dtype, ids.shape)
         return ids
+    item = _item(file, dtype)
+    with naming(file):
+        return np.memmap(file.path, dtype=item, mode="r")
+
+
+def _open_remote_ids(file: SourceFile, dtype: str) -> RemoteIds:
+    if file.path.suffix == ".bin":
+        item = _item(file, dtype)
+        return RemoteIds(file.url, item, 0, file.size // item.itemsize)
+    with naming_remote(file.url), open_remote(file.url) as source:
+        try:
+            read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+            shape, _, item = read[np.lib.format.read_magic(source)](source)
+        except (ValueError, KeyError) as error:
+            raise _wrong_ids(file, f"is not a .npy file: {error}") from error
+        _require_flat(file, item, shape)
+        return RemoteIds(file.url, item, source.tell(), shape[0])
+
+
+def _item(file: SourceFile, dtype: str) -> np.dtype[Any]:
+    """Return the type of the ids of a .bin file."""
     item = np.dtype(dtype).newbyteorder("<")
     if file.size % item.itemsize:
         raise _wrong_ids(file, f"is {file.size} bytes long, which is not a whole number of {dtype} values")
-    with naming(file.path):
-        return np.memmap(file.path, dtype=item, mode="r")
+    return item
+
+
+def _require_flat(file: SourceFile, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    if len(shape) != 1 or dtype.kind not in "iu":
+        raise _wrong_ids(file, f"holds {dtype} of shape {list(shape)}")
 
 
 def read_documents(file: SourceFile, field: str) -> Iterator[Document]:
@@ -96,7 +123,7 @@ def _read_text(file: SourceFile, document: Document) -> Iterator[bytes]:
 
 def _wrong_ids(file: SourceFile, reason: str) -> DataError:
     return DataError(
-        f"{str(file.path)!r} {reason}",
+        f"{file.place!r} {reason}",
         possible="a one-dimensional .npy array of integers, or a raw .bin file of data.dtype",
         change="write the ids as one flat array, or correct data.dtype",
     )

@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, TypeVar, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.data.chat_template import ChatTemplate
+from shoal.data.chat_template import ChatTemplate, template_identity
 from shoal.data.config import DataConfig
 from shoal.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
 from shoal.data.workers import Workers
@@ -56,7 +56,7 @@ def encoded(
     """
     batches = _batches(items)
     if not config.workers or not (config.messages or isinstance(tokenizer, FileTokenizer)):
-        encode = _Encoder(tokenizer, ChatTemplate(config.tokenizer) if config.messages else None)
+        encode = _Encoder(tokenizer, _template(config.tokenizer) if config.messages else None)
         for batch in batches:
             encoded_batch = encode([payload for _, payload in batch])
             yield from zip((context for context, _ in batch), encoded_batch, strict=True)
@@ -90,7 +90,16 @@ def _batches(items: Iterator[tuple[Context, Payload]]) -> Iterator[list[tuple[Co
 
 
 def _open_encoder(tokenizer: str, has_conversations: bool) -> _Encoder:
-    return _Encoder(open_tokenizer(tokenizer), ChatTemplate(tokenizer) if has_conversations else None)
+    return _Encoder(open_tokenizer(tokenizer), _template(tokenizer) if has_conversations else None)
+
+
+def _template(tokenizer: str) -> ChatTemplate:
+    return _open_template(tokenizer, template_identity(tokenizer))
+
+
+@lru_cache(maxsize=1)  # loading it takes longer than to encode a chunk of a stream
+def _open_template(tokenizer: str, _: str) -> ChatTemplate:
+    return ChatTemplate(tokenizer)
 
 
 @final

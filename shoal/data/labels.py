@@ -69,15 +69,17 @@ class Labels:
 
     Args:
         column: The column of the labels.
+        known: The labels in their order, if no others may come.
 
     Attributes:
         places: Place of each label, in the order in which they appear.
         trained: The labels of training documents.
     """
 
-    def __init__(self, column: str) -> None:
+    def __init__(self, column: str, known: Sequence[str] = ()) -> None:
         self._column = column
-        self.places: dict[str, int] = {}
+        self._is_closed = bool(known)
+        self.places: dict[str, int] = {label: place for place, label in enumerate(known)}
         self.trained: set[str] = set()
 
     def place(self, row: Row) -> tuple[str, int]:
@@ -92,6 +94,12 @@ class Labels:
                 f"{row.place} has {row.label!r} in the column {self._column!r}, which is no class",
                 possible=f"names, or whole numbers from 0 to {MOST_CLASSES - 1}",
                 change="correct or remove the row, or name the column of the labels in data.label",
+            )
+        if self._is_closed and label not in self.places:
+            raise DataError(
+                f"{row.place} has the label {label!r}, which no text for validation has",
+                possible=f"the labels there, the only ones of a stream: {', '.join(list(self.places)[:20])}",
+                change="name a file in data.validation that has each label, or leave out data.streaming",
             )
         place = self.places.setdefault(label, len(self.places))
         if place == MOST_CLASSES:

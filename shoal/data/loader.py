@@ -84,8 +84,7 @@ class Loader(Generic[Batch]):
     def take(self, state: Mapping[str, Any]) -> None:
         """Take note of a state, so that nothing before its position has to be read."""
         if isinstance(self.samples, OrderedSamples) and "mark" in state:
-            position, window = state["mark"]
-            self.samples.take(self.seed, (position, window))
+            self.samples.take(self.seed, state["mark"])
 
     def keys(self, position: int, count: int) -> list[int]:
         """Return the seed of the generators for each sample there: a function of seed, epoch and index."""

@@ -7,13 +7,14 @@ a value, which may then hold commas, quotes and line ends. A .tsv file has no qu
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
+from shoal.data.remote import naming_remote, open_remote
 from shoal.data.sources import SourceFile
 from shoal.data.table import Table
 from shoal.errors import DataError, MissingExtraError, nearest
@@ -45,8 +46,8 @@ class Row:
 
     Attributes:
         place: Place of the row, such as "line 3 of 'a.csv'".
-        number: Number of its line, or of its row in .parquet, from 1; in a part of a .jsonl file, the byte at
-            which its line begins.
+        number: Number of its line, or of its row in .parquet, from 1; in a part of a .jsonl or .tsv file, the
+            byte at which its line begins.
         text: Its text.
         label: Value of its label; None if there is none.
         second: Its second text; None if only one was asked for.
@@ -113,16 +114,14 @@ def _read(file: SourceFile, wanted: Mapping[str, str]) -> Iterator[tuple[str, in
         file: The file.
         wanted: The key of the configuration that names each wanted column.
     """
-    path, unit, name = file.path, "row", str(file.path)
+    unit, name = "row", file.place
     if file.table is not None:
         rows, name = _read_table(file, file.table, wanted), file.name
-    elif path.suffix == ".parquet":
+    elif file.path.suffix == ".parquet":
         rows = _read_parquet(file, wanted)
-    elif path.suffix == ".jsonl":
-        unit = "line" if file.part is None else "the line at byte"
-        rows = _read_jsonl(file, unit)
     else:
-        rows, unit = _READERS[path.suffix](path), "line"
+        unit = "line" if file.part is None else "the line at byte"
+        rows = _READERS[file.path.suffix](file, unit)
     return ((f"{unit} {number} of {name!r}", number, values) for number, values in rows)
 
 
@@ -149,7 +148,7 @@ def _read_jsonl(file: SourceFile, unit: str) -> _Rows:
             row = json.loads(line.decode("utf-8-sig", errors="replace"))
         except ValueError as error:
             raise DataError(
-                f"{unit} {number} of {str(file.path)!r} is not JSON: {error}",
+                f"{unit} {number} of {file.place!r} is not JSON: {error}",
                 possible="one JSON object a line",
                 change="correct the line, or name the file .txt to read it as text",
             ) from error
@@ -166,30 +165,41 @@ def _lines(file: SourceFile) -> Iterator[tuple[int, bytes]]:
             yield begin, line
 
 
-def _read_csv(path: Path) -> _Rows:
+def _read_csv(file: SourceFile, unit: str) -> _Rows:
     csv.field_size_limit(_LONGEST_VALUE)
-    with naming(path), open(path, encoding="utf-8-sig", errors="replace", newline="") as file:
-        reader = csv.reader(file, strict=True)
+    with opened(file) as (source, _), io.TextIOWrapper(source, "utf-8-sig", "replace", newline="") as text:
+        reader = csv.reader(text, strict=True)
         lines = ((reader.line_num, values) for values in reader)
         try:
-            yield from _by_column(path, lines)
+            yield from _by_column(file, unit, lines)
         except csv.Error as error:
             raise DataError(
-                f"line {reader.line_num} of {str(path)!r} is not CSV: {error}",
+                f"{unit} {reader.line_num} of {file.place!r} is not CSV: {error}",
                 possible='values with commas between them; "a ""quoted"" value" with double quotes around it',
                 change="correct the line, or write the file again",
             ) from error
 
 
-def _read_tsv(path: Path) -> _Rows:
-    with naming(path), open(path, encoding="utf-8-sig", errors="replace", newline="\n") as file:
-        lines = ((number, line.rstrip("\r\n")) for number, line in enumerate(file, start=1))
-        yield from _by_column(path, ((number, line.split("\t") if line else []) for number, line in lines))
+def _read_tsv(file: SourceFile, unit: str) -> _Rows:
+    lines = ((number, _values(line)) for number, line in _lines(file))
+    if file.part is not None and file.part[0]:
+        with opened(replace(file, part=None)) as (source, _):
+            names = _values(source.readline())
+        yield from _by_column(file, unit, lines, names)
+    else:
+        yield from _by_column(file, unit, lines)
 
 
-def _by_column(path: Path, lines: Iterator[tuple[int, list[str]]]) -> _Rows:
-    """Yield each line's values by the columns that the first line names."""
-    names: list[str] | None = None
+def _values(line: bytes) -> list[str]:
+    """Return the values of a line of a .tsv file; none if it is empty."""
+    text = line.decode("utf-8-sig", errors="replace").rstrip("\r\n")
+    return text.split("\t") if text else []
+
+
+def _by_column(
+    file: SourceFile, unit: str, lines: Iterator[tuple[int, list[str]]], names: list[str] | None = None
+) -> _Rows:
+    """Yield each line's values by the columns that the first line names, if `names` does not."""
     for number, values in lines:
         if not values:
             continue
@@ -197,7 +207,7 @@ def _by_column(path: Path, lines: Iterator[tuple[int, list[str]]]) -> _Rows:
             names = values
         elif len(values) != len(names):
             raise DataError(
-                f"line {number} of {str(path)!r} has {len(values)} columns",
+                f"{unit} {number} of {file.place!r} has {len(values)} columns",
                 possible=f"{len(names)} columns, which its first line names: {', '.join(names)}",
                 change="correct the line, or write the file again",
             )
@@ -207,12 +217,12 @@ def _by_column(path: Path, lines: Iterator[tuple[int, list[str]]]) -> _Rows:
 
 def _read_parquet(file: SourceFile, wanted: Mapping[str, str]) -> _Rows:
     """Yield the wanted columns of each row; if only a text is wanted, rows where it is null are left out."""
-    with _parquet(file.path) as source:
+    with _parquet(file) as source:
         import pyarrow.types as types
 
         columns = source.schema_arrow
         texts = [one.name for one in columns if types.is_string(one.type) or types.is_large_string(one.type)]
-        _require_columns(repr(str(file.path)), wanted, columns.names, texts)
+        _require_columns(repr(file.place), wanted, columns.names, texts)
         groups = None if file.part is None else range(*file.part)
         before = range(0 if file.part is None else file.part[0])
         first = 1 + sum(source.metadata.row_group(group).num_rows for group in before)
@@ -228,37 +238,38 @@ def row_groups(file: SourceFile) -> list[int]:
         DataError: It is not a parquet file.
         MissingExtraError: Parquet needs the package `pyarrow`.
     """
-    with _parquet(file.path) as source:
+    with _parquet(file) as source:
         about = source.metadata
         return [about.row_group(number).total_byte_size for number in range(about.num_row_groups)]
 
 
 @contextmanager
-def _parquet(path: Path) -> Iterator[Any]:
+def _parquet(file: SourceFile) -> Iterator[Any]:
     """Open a .parquet file, and name it in errors."""
     try:
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
         raise MissingExtraError("reading parquet", package="pyarrow", extra="parquet") from error
-    with naming(path):
+    with _opened_whole(file) as whole:
         try:
-            with pyarrow.parquet.ParquetFile(path) as source:
+            with pyarrow.parquet.ParquetFile(whole) as source:
                 yield source
         except pyarrow.ArrowException as error:
             raise DataError(
-                f"{str(path)!r} cannot be read as parquet: {error}",
+                f"{file.place!r} cannot be read as parquet: {error}",
                 possible="a parquet file",
                 change="write the file again, or give another",
             ) from error
 
 
-_READERS: Mapping[str, Callable[[Path], _Rows]] = {
+_READERS: Mapping[str, Callable[[SourceFile, str], _Rows]] = {
+    ".jsonl": _read_jsonl,
     ".csv": _read_csv,
     ".tsv": _read_tsv,
 }
 
-SUFFIXES = (".jsonl", *_READERS, ".parquet")
+SUFFIXES = (*_READERS, ".parquet")
 """The suffixes of files of rows."""
 
 
@@ -269,7 +280,7 @@ def opened(file: SourceFile) -> Iterator[tuple[BinaryIO, int | None]]:
     Raises:
         DataError: The file cannot be read.
     """
-    with naming(file.path), open(file.path, "rb") as source:
+    with _opened_whole(file) as source:
         if file.part is not None and file.part[0]:
             source.seek(file.part[0] - 1)
             source.readline()
@@ -277,13 +288,23 @@ def opened(file: SourceFile) -> Iterator[tuple[BinaryIO, int | None]]:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Turn an error of the operating system about `path` into a DataError that names the path."""
+def _opened_whole(file: SourceFile) -> Iterator[BinaryIO]:
+    if file.url:
+        with naming_remote(file.url), open_remote(file.url) as source:
+            yield source
+    else:
+        with naming(file), open(file.path, "rb") as source:
+            yield source
+
+
+@contextmanager
+def naming(file: SourceFile) -> Iterator[None]:
+    """Turn an error of the operating system about a file into a DataError that names its path."""
     try:
         yield
     except OSError as error:
         raise DataError(
-            f"the data file {str(path)!r} cannot be read: {error.strerror or error}",
+            f"the data file {file.place!r} cannot be read: {error.strerror or error}",
             possible="a file that this user may read",
             change="correct its permissions, or give another file",
         ) from error

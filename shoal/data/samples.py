@@ -53,11 +53,11 @@ class OrderedSamples(Samples[Batch_co], Protocol[Batch_co]):
         """Return the indices of the samples at the global positions `[position, position + count)`."""
         ...
 
-    def mark(self, seed: int, position: int) -> tuple[int, int]:
-        """Return what `take` of another process needs to go on from a position at once."""
+    def mark(self, seed: int, position: int) -> Sequence[Any]:
+        """Return what `take` of another process needs to go on from a position at once; JSON."""
         ...
 
-    def take(self, seed: int, mark: tuple[int, int]) -> None:
+    def take(self, seed: int, mark: Sequence[Any]) -> None:
         """Take note of what `mark` gave."""
         ...
 

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from shoal.data.remote import find_remote, is_url
 from shoal.data.table import PREFIX, Table, open_table
 from shoal.errors import DataError, nearest
 
@@ -24,19 +25,26 @@ class SourceFile:
     """One file of the corpus, as it was when it was found."""
 
     path: Path
-    """Absolute path."""
+    """Absolute path; of a remote file, its name there."""
     name: str
     """Path below the folder that was given, which does not change when the folder moves."""
     size: int
     """Size in bytes."""
     modified: int
-    """Time of the last change, in nanoseconds since the epoch."""
+    """Time of the last change, in nanoseconds since the epoch; of a remote file, a number that changes."""
     table: Table | None = field(default=None, compare=False, repr=False)
     """The split that this is, with the size and time of its files; None for a file."""
     part: tuple[int, int] | None = None
-    """The part that is read, from one number to below another: of bytes in text and .jsonl files, of row
-    groups in .parquet files, of rows in a split; None for all.
+    """The part that is read, from one number to below another: of bytes in text, .jsonl and .tsv files, of
+    row groups in .parquet files, of rows in a split, of ids in .npy and .bin files; None for all.
     """
+    url: str = ""
+    """Where a remote file is; "" for a file of this machine."""
+
+    @property
+    def place(self) -> str:
+        """Path or URL, for messages."""
+        return self.url or str(self.path)
 
 
 def find_files(sources: Collection[str], suffixes: Collection[str]) -> list[SourceFile]:
@@ -46,13 +54,13 @@ def find_files(sources: Collection[str], suffixes: Collection[str]) -> list[Sour
     are left out, and so are files and folders whose name starts with a dot.
 
     Args:
-        sources: Paths of files or folders; "stdlib" is Python's own standard library, and "datasets:PATH" a
-            dataset of the package `datasets`.
+        sources: Paths of files or folders; "stdlib" is Python's own standard library, "datasets:PATH" a
+            dataset of the package `datasets`, and a URL such as s3://bucket/texts a remote file or folder.
         suffixes: Suffixes of the files of a folder that are read.
 
     Raises:
         DataError: A source is missing, unreadable, or holds nothing to read.
-        MissingExtraError: A dataset needs the package `datasets`.
+        MissingExtraError: A dataset or a remote file needs an optional package.
     """
     return [file for source in sources for file in _find_in(source, suffixes)]
 
@@ -65,6 +73,11 @@ def _find_in(source: str, suffixes: Collection[str]) -> list[SourceFile]:
         found = [file.stat() for file in table.files]
         size, modified = sum(each.st_size for each in found), max(each.st_mtime_ns for each in found)
         return [SourceFile(table.path, table.name, size, modified, table)]
+    if is_url(source):
+        return [
+            SourceFile(Path(found.name), found.name, found.size, found.version, url=found.url)
+            for found in find_remote(source, suffixes)
+        ]
     path = Path(os.path.expanduser(source)).absolute()
     try:
         status = path.stat()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sized
 from dataclasses import dataclass
 from typing import BinaryIO
 
@@ -24,7 +24,15 @@ from shoal.data.sources import SourceFile
 from shoal.data.tokenizer import Tokenizer
 from shoal.errors import DataError
 
-__all__ = ["StreamInfo", "id_parts", "in_validation", "write_documents", "write_stream"]
+__all__ = [
+    "StreamInfo",
+    "first_end",
+    "id_parts",
+    "in_validation",
+    "require_rows",
+    "write_documents",
+    "write_stream",
+]
 
 _BLOCK = 1 << 20  # ids of a memory map that are read at a time
 
@@ -77,9 +85,7 @@ def write_stream(
         MissingExtraError: A format needs an optional package.
     """
     labels = Labels(config.label) if config.label else None
-    size = tokenizer.vocab_size
-    largest = 2 * size + 1 if config.messages else size + 1 + MOST_CLASSES if labels else size
-    dtype = _smallest_dtype(largest)
+    dtype = _dtype(config, tokenizer)
     train, validation = _Part(output, dtype), _Part(validation_output, dtype)
     held_out = list(validation_files)
     split = _Split(0.0 if held_out else config.validation_fraction, train, validation)
@@ -88,14 +94,7 @@ def write_stream(
     def items() -> Iterator[tuple[_Entry, Payload]]:
         for some, where in ((files, split), (held_out, only_validation)):
             for file in some:
-                if labels is not None:
-                    yield from _labelled(file, config, tokenizer, labels, where)
-                elif config.messages:
-                    yield from _conversations(file, config, tokenizer, where)
-                elif holds_ids(file):
-                    yield from _ids(file, config, tokenizer, where)
-                else:
-                    yield from _documents(file, config, tokenizer, where)
+                yield from _items(file, config, tokenizer, labels, where)
 
     for entry, ids in encoded(items(), config, tokenizer):
         entry.take(ids)
@@ -122,7 +121,11 @@ def write_stream(
 
 
 def write_documents(
-    files: Iterable[SourceFile], config: DataConfig, tokenizer: Tokenizer, output: BinaryIO
+    files: Iterable[SourceFile],
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    output: BinaryIO,
+    labels: Labels | None = None,
 ) -> StreamInfo:
     """Write the tokens of the documents of `files`, all for training, to `output`.
 
@@ -131,15 +134,16 @@ def write_documents(
         config: The configuration, which says how to read them.
         tokenizer: The tokenizer.
         output: Binary file that gets the tokens, from its current position.
+        labels: The labels of the data, if its rows have labels.
 
     Raises:
         DataError: A file cannot be read.
         MissingExtraError: A format needs an optional package.
     """
-    dtype = _smallest_dtype(tokenizer.vocab_size)
+    dtype = _dtype(config, tokenizer)
     part = _Part(output, dtype)
     split = _Split(0.0, part, part)
-    items = (item for file in files for item in _documents(file, config, tokenizer, split))
+    items = (item for file in files for item in _items(file, config, tokenizer, labels, split))
     for entry, ids in encoded(items, config, tokenizer):
         entry.take(ids)
     return StreamInfo(
@@ -204,6 +208,19 @@ class _Entry:
         self.length += len(ids)
 
 
+def _items(
+    file: SourceFile, config: DataConfig, tokenizer: Tokenizer, labels: Labels | None, split: _Split
+) -> Iterator[tuple[_Entry, Payload]]:
+    """Yield what a file holds, as the configuration says how to read it."""
+    if labels is not None:
+        return _labelled(file, config, tokenizer, labels, split)
+    if config.messages:
+        return _conversations(file, config, tokenizer, split)
+    if holds_ids(file):
+        return _ids(file, config, tokenizer, split)
+    return _documents(file, config, tokenizer, split)
+
+
 def _documents(
     file: SourceFile, config: DataConfig, tokenizer: Tokenizer, split: _Split
 ) -> Iterator[tuple[_Entry, Payload]]:
@@ -227,7 +244,7 @@ def _labelled(
     file: SourceFile, config: DataConfig, tokenizer: Tokenizer, labels: Labels, split: _Split
 ) -> Iterator[tuple[_Entry, Payload]]:
     """Yield the rows of a file, each with the id of its label, and with an id between two texts."""
-    _require_rows(file, "label")
+    require_rows(file, "label")
     for row in read_rows(file, config.field, config.label, config.pair):
         label, place = labels.place(row)
         part = split.part(f"{file.name}#{row.number}")
@@ -249,7 +266,7 @@ def _conversations(
     file: SourceFile, config: DataConfig, tokenizer: Tokenizer, split: _Split
 ) -> Iterator[tuple[_Entry, Payload]]:
     """Yield the conversations of a file."""
-    _require_rows(file, "messages")
+    require_rows(file, "messages")
     for place, number, messages in read_conversations(file, config.messages):
         entry = _Entry(split.part(f"{file.name}#{number}"), 2 * tokenizer.vocab_size)
         yield entry, Conversation(messages, place)
@@ -264,10 +281,15 @@ def _empty(place: str, column: str) -> DataError:
     )
 
 
-def _require_rows(file: SourceFile, key: str) -> None:
+def require_rows(file: SourceFile, key: str) -> None:
+    """Refuse a file without columns, where `data.key` names one.
+
+    Raises:
+        DataError: It has none.
+    """
     if not holds_rows(file):
         raise DataError(
-            f"{str(file.path)!r} has no columns, and data.{key} names one",
+            f"{file.place!r} has no columns, and data.{key} names one",
             possible=", ".join(SUFFIXES) + " files, and datasets:PATH",
             change=f"give such files, and leave others out with data.suffixes; or leave out data.{key}",
         )
@@ -279,15 +301,15 @@ def id_parts(
     """Return the ids of .npy and .bin files, memory-mapped, in the order of the stream.
 
     Args:
-        files: The files, of which `holds_ids` is true.
+        files: The files, of which `holds_ids` is true, on this machine.
         config: The configuration, which says how to read them.
         validation_files: Files for validation only, of which `holds_ids` is true too.
 
     Raises:
         DataError: A file cannot be read.
     """
-    trained = [open_ids(file, config.dtype) for file in files]
-    held_out = [open_ids(file, config.dtype) for file in validation_files]
+    trained = [_map_ids(file, config) for file in files]
+    held_out = [_map_ids(file, config) for file in validation_files]
     if held_out or len(trained) == 1:
         return [*trained, *held_out]
     bounds = [_boundary(ids, config.validation_fraction) for ids in trained]
@@ -295,7 +317,13 @@ def id_parts(
     return [*(ids[:bound] for ids, bound in cut), *(ids[bound:] for ids, bound in cut)]
 
 
-def _boundary(ids: NDArray[np.integer], share: float) -> int:
+def _map_ids(file: SourceFile, config: DataConfig) -> NDArray[np.integer]:
+    ids = open_ids(file, config.dtype)
+    assert isinstance(ids, np.ndarray)  # on this machine
+    return ids
+
+
+def _boundary(ids: Sized, share: float) -> int:
     """Return where the tail begins that is for validation: nothing says where documents end."""
     return len(ids) - round(share * len(ids))
 
@@ -303,10 +331,11 @@ def _boundary(ids: NDArray[np.integer], share: float) -> int:
 def _ids(
     file: SourceFile, config: DataConfig, tokenizer: Tokenizer, split: _Split
 ) -> Iterator[tuple[_Entry, Payload]]:
-    """Yield blocks of a memory map."""
+    """Yield the ids of a file, block by block."""
     ids = open_ids(file, config.dtype)
     boundary = _boundary(ids, split.share)
-    for part, first, last in ((split.train, 0, boundary), (split.validation, boundary, len(ids))):
+    parts = (split.train, 0, boundary), (split.validation, boundary, len(ids))
+    for part, first, last in parts if file.part is None else ((split.train, *file.part),):
         entry = _Entry(part, None)
         for start in range(first, last, _BLOCK):
             block = ids[start : min(start + _BLOCK, last)]
@@ -314,12 +343,27 @@ def _ids(
             if smallest < 0 or largest >= tokenizer.vocab_size:
                 wrong = smallest if smallest < 0 else largest
                 raise DataError(
-                    f"{str(file.path)!r} holds the id {wrong}, and the tokenizer {tokenizer.name!r} "
+                    f"{file.place!r} holds the id {wrong}, and the tokenizer {tokenizer.name!r} "
                     f"has ids from 0 to {tokenizer.vocab_size - 1}",
                     possible="the tokenizer that made these ids, or 'ids:N' for ids below N",
                     change="set data.tokenizer to it, and data.dtype to the type of a .bin file",
                 )
             yield entry, block
+
+
+def first_end(config: DataConfig, tokenizer: Tokenizer) -> int | None:
+    """Return the smallest id that ends a row; None if the stream is one of texts, not of rows."""
+    if config.messages:
+        return 2 * tokenizer.vocab_size
+    return tokenizer.vocab_size + 1 if config.label else None
+
+
+def _dtype(config: DataConfig, tokenizer: Tokenizer) -> np.dtype[np.unsignedinteger]:
+    """Return the type of a stream, which holds the ids that end rows beside those of the tokenizer."""
+    size = tokenizer.vocab_size
+    if config.messages:
+        return _smallest_dtype(2 * size + 1)
+    return _smallest_dtype(size + 1 + MOST_CLASSES if config.label else size)
 
 
 def _smallest_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:

@@ -1,107 +1,98 @@
 """A corpus that is tokenized while the model trains, of which a few windows are on disk.
 
-Text is cut into chunks (`chunks.py`), whose tokens are made when they are needed and deleted later
+The data is cut into chunks (`chunks.py`), whose tokens are made when they are needed and deleted later
 (`chunk_store.py`). A sample is a window of the tokens of one chunk, and what is left at a chunk's end is left
-out. Samples have an order of their own (`window_order.py`), since how many there are is known only after all
-chunks were tokenized once. An index of a sample holds its chunk in the high bits and its row in the low ones.
+out; or it is a row with a label, or a conversation. Samples have an order of their own (`stream_order.py`),
+since how many there are is known only after all chunks were tokenized once. An index of a sample holds its
+chunk in the high bits and its row in the low ones.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import threading
-from typing import final
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from shoal.data.cache import default_directory
+from shoal.data.chat import ChatSamples
 from shoal.data.chunk_store import ChunkStore
-from shoal.data.chunks import plan_chunks
-from shoal.data.config import DataConfig
-from shoal.data.corpus import Corpus, Split, require_end, require_split
-from shoal.data.corpus import prepare as prepare_whole
-from shoal.data.packed import Packed, PackedSamples, kept_apart
+from shoal.data.corpus import Corpus, Split, require_split
+from shoal.data.joined import joined
+from shoal.data.labelled import LabelledSamples
+from shoal.data.mixed_samples import MixedSamples
+from shoal.data.packed import PackedSamples
 from shoal.data.samples import TokenSamples
-from shoal.data.sources import find_files
-from shoal.data.tokenizer import Tokenizer, open_tokenizer
-from shoal.data.window_order import Mark, WindowOrder
+from shoal.data.set_aside import length_aside
+from shoal.data.stream_order import StreamOrder
+from shoal.data.tokenizer import Tokenizer
+from shoal.data.window_order import Mark
 from shoal.errors import ConfigError, DataError
-from shoal.units import parse_bytes
 
-__all__ = ["StreamedCorpus", "StreamedSamples", "prepare_streamed"]
+__all__ = ["CHUNKS", "Layout", "StreamedCorpus", "StreamedSamples"]
 
-_FORMAT = 1  # version of chunks and of their order; a new version makes other data
-_CHUNKS = 16  # chunks in a window
-_KEPT_WINDOWS = 3  # the one that is read, the one that is made, and one for ranks that are behind
+CHUNKS = 16
+"""Number of chunks in a window."""
+
 _ROW_BITS = 32
 
 
-def prepare_streamed(config: DataConfig) -> StreamedCorpus:
-    """Find the sources of `config` and cut them into chunks; tokenize only the validation data.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Layout:
+    """Which chunks belong to which source, and how much of each chunk is set aside."""
 
-    Raises:
-        DataError: A source or the tokenizer is missing, empty or unreadable, or cannot be streamed.
-        MissingExtraError: A format or the tokenizer needs an optional package.
-    """
-    tokenizer = open_tokenizer(config.tokenizer)
-    require_end(config, tokenizer)
-    files = find_files(config.sources, config.suffixes)
-    chunks = plan_chunks(files, max(1, parse_bytes(config.window) // _CHUNKS))
-    data = [
-        _FORMAT,
-        tokenizer.identity,
-        config.field,
-        parse_bytes(config.window),
-        [(file.name, file.size) for file in files],
-    ]
-    fingerprint = hashlib.sha256(json.dumps(data).encode()).hexdigest()
-    places = [(str(file.path), file.modified) for file in files]
-    key = hashlib.sha256(json.dumps([fingerprint, places]).encode()).hexdigest()[:32]
-    try:
-        directory = config.cache.expanduser() if config.cache else default_directory()
-    except OSError as error:
-        raise DataError(
-            f"there is no folder for tokens: {error}",
-            possible="a folder that this user may write",
-            change="set data.cache",
-        ) from error
-    store = ChunkStore(directory / f"stream-{key}", chunks, config, _KEPT_WINDOWS * _CHUNKS)
-    held_out = config.model_copy(
-        update={"source": config.validation, "validation": "", "validation_fraction": 0.0}
-    )
-    end = tokenizer.end_of_text if config.boundaries else None
-    return StreamedCorpus(store, prepare_whole(held_out), fingerprint, tokenizer, end)
+    ends: tuple[int, ...]
+    """The chunk behind the last of each source."""
+    weights: tuple[float, ...]
+    """The weight of each source."""
+    shares: NDArray[np.float64]
+    """The share of each chunk that is set aside for validation, `[chunks]`."""
 
 
-@final
+@dataclass(frozen=True, kw_only=True, eq=False)
 class StreamedCorpus:
-    """Training data that is tokenized while the model trains, and validation data that is tokenized before.
+    """Training data that is tokenized while the model trains, and validation data that already is."""
 
-    Args:
-        store: The chunks of the training data.
-        held_out: The validation data.
-        fingerprint: Equal for equal data: names and sizes of files, the tokenizer and the chunks.
-        tokenizer: The tokenizer.
-        end: The id that ends each document, if samples keep documents apart.
-    """
+    store: ChunkStore
+    """The chunks of the training data."""
+    layout: Layout
+    """What the chunks are."""
+    held_out: tuple[Corpus, ...]
+    """The validation data: one corpus, or one for each source."""
+    fingerprint: str
+    """Equal for equal data: names and sizes of files, the tokenizer and the chunks."""
 
-    labels: tuple[str, ...] = ()
-    """Streamed texts have no labels."""
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer."""
+        return self.held_out[0].tokenizer
 
-    def __init__(
-        self, store: ChunkStore, held_out: Corpus, fingerprint: str, tokenizer: Tokenizer, end: int | None
-    ) -> None:
-        self._store = store
-        self._held_out = held_out
-        self.fingerprint = fingerprint
-        self.tokenizer = tokenizer
-        self._end = end
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The labels of the validation data, which are those of all data; empty if rows have none."""
+        return self.held_out[0].labels
 
-    def samples(self, split: Split, sequence: int) -> StreamedSamples | TokenSamples | PackedSamples:
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The classes that labels name, in the order of their numbers."""
+        return self.held_out[0].classes
+
+    def with_classes(self, classes: tuple[str, ...]) -> StreamedCorpus:
+        """Return the corpus with its classes in this order."""
+        return replace(self, held_out=tuple(each.with_classes(classes) for each in self.held_out))
+
+    def with_types(self, has_types: bool) -> StreamedCorpus:
+        """Return the corpus for a model that takes `token_type_ids`, or for one that takes none."""
+        return replace(self, held_out=tuple(each.with_types(has_types) for each in self.held_out))
+
+    def samples(
+        self, split: Split, sequence: int
+    ) -> StreamedSamples | MixedSamples | TokenSamples | PackedSamples | LabelledSamples | ChatSamples:
         """Return the samples of a split.
 
         Args:
@@ -114,9 +105,21 @@ class StreamedCorpus:
         """
         require_split(split)
         if split == "train":
-            return StreamedSamples(self._store, sequence, self._end)
-        samples = TokenSamples(self._held_out.tokens, sequence)
-        return samples if self._end is None else PackedSamples(samples, self._end)
+            return StreamedSamples(self.store, self.layout, self.held_out[0], sequence)
+        try:
+            parts = [each.samples_of(each.tokens, sequence, seed=0) for each in self.held_out]
+        except DataError as error:
+            raise DataError(
+                f"of the data for validation: {error.given}",
+                possible=error.possible,
+                change="give more data, or a shorter sequence length; or name other data in data.validation",
+            ) from error
+        if isinstance(parts[0], ChatSamples):
+            parts[0].require_answers()
+        if len(parts) == 1:
+            return parts[0]
+        texts = [each for each in parts if isinstance(each, TokenSamples | PackedSamples)]
+        return MixedSamples(texts, self.layout.weights)
 
 
 @final
@@ -125,19 +128,20 @@ class StreamedSamples:
 
     Args:
         store: The chunks.
+        layout: What the chunks are.
+        form: A corpus that makes samples of the tokens of a chunk.
         sequence: Tokens that the model sees at once.
-        end: The id that ends each document, if samples keep documents apart.
         width: Number of chunks in a window.
 
     Raises:
         ConfigError: `sequence` is not positive.
-        DataError: No chunk has as many tokens as one sample.
+        DataError: A source has no chunk with one sample.
     """
 
     deterministic = True
 
     def __init__(
-        self, store: ChunkStore, sequence: int, end: int | None = None, width: int = _CHUNKS
+        self, store: ChunkStore, layout: Layout, form: Corpus, sequence: int, width: int = CHUNKS
     ) -> None:
         if sequence < 1:
             raise ConfigError(
@@ -146,24 +150,31 @@ class StreamedSamples:
                 change="set the sequence length to 1 or more",
             )
         self._store = store
-        self._end = end
+        self._layout = layout
+        self._form = form
         self._width = width
-        self._within = np.arange(sequence + 1)
+        self._has_rows = bool(form.labels) or form.has_conversations
         self.sequence = sequence
-        self.all_targets_count = end is None
-        self._orders: dict[int, WindowOrder] = {}
-        self._reached: int | None = None
+        self.all_targets_count = form.end is None and not form.has_conversations
+        self._orders: dict[int, StreamOrder] = {}
+        self._reached: dict[int, int] = {}
         self._mutex = threading.RLock()
-        if not any(self._size(store.length(number)) for number in range(len(store))):
-            raise DataError(
-                f"no chunk of the text has the {sequence + 1} tokens of one sample",
-                possible="a data.window that is many times a sample",
-                change="give more data, a shorter sequence length, or a larger data.window",
-            )
+        self._open = lru_cache(2 * width * len(layout.ends))(self._open_chunk)
+        begin = 0
+        for end in layout.ends:
+            if not any(self._size(number, store.length(number)) for number in range(begin, end)):
+                raise DataError(
+                    "no chunk of the data has a row"
+                    if self._has_rows
+                    else f"no chunk of the text has the {sequence + 1} tokens of one sample",
+                    possible="a data.window that is many times a sample",
+                    change="give more data, a shorter sequence length, or a larger data.window",
+                )
+            begin = end
 
     def __len__(self) -> int:
         """Return the number of samples in the chunks that were tokenized so far."""
-        return int(self._size(self._store.lengths).sum())
+        return int(self._size(np.arange(len(self._store)), np.maximum(0, self._store.lengths)).sum())
 
     def ordered(self, seed: int, position: int, count: int) -> NDArray[np.int64]:
         """Return the indices of the samples at the global positions `[position, position + count)`.
@@ -173,53 +184,50 @@ class StreamedSamples:
         """
         with self._mutex:
             order = self._order(seed)
-            window = order.window_at(position)
-            if window != self._reached:
-                self._reached = window
-                self._store.make(order.chunks(window))
-                ahead = threading.Thread(
-                    target=self._make_ahead, args=(order.chunks(window + 1),), daemon=True
-                )
-                ahead.start()
+            for source in range(len(self._layout.ends)):
+                window = order.window_at(source, position)
+                if window != self._reached.get(source):
+                    self._reached[source] = window
+                    self._store.make(order.chunks(source, window))
+                    following = order.chunks(source, window + 1)
+                    threading.Thread(target=self._make_ahead, args=(following,), daemon=True).start()
             chunks, rows = order.places(position, count)
         return chunks << _ROW_BITS | rows
 
-    def mark(self, seed: int, position: int) -> Mark:
-        """Return where the window of a position begins, from which `take` lets another process go on."""
+    def mark(self, seed: int, position: int) -> list[Mark]:
+        """Return where the windows of a position begin, from which `take` lets another process go on."""
         with self._mutex:
             return self._order(seed).mark(position)
 
-    def take(self, seed: int, mark: tuple[int, int]) -> None:
-        """Take note of where a window begins, so that nothing before it has to be tokenized."""
+    def take(self, seed: int, mark: Sequence[Sequence[int]]) -> None:
+        """Take note of where windows begin, so that nothing before them has to be tokenized."""
         with self._mutex:
-            self._order(seed).take(Mark(*mark))
+            self._order(seed).take(mark)
 
-    def batch(self, indices: NDArray[np.int64]) -> tuple[torch.Tensor | Packed, torch.Tensor]:
-        """Return inputs and targets of the samples at `indices`, int64 `[batch, seq]` each."""
-        chunks, rows = indices >> _ROW_BITS, indices & ((1 << _ROW_BITS) - 1)
-        windows = np.empty((len(indices), self.sequence + 1), dtype=np.int64)
-        for chunk in np.unique(chunks):
-            here = chunks == chunk
-            tokens = self._store.tokens(int(chunk))
-            windows[here] = tokens[rows[here][:, None] * self.sequence + self._within]
-        inputs = torch.from_numpy(windows[:, :-1].copy())
-        targets = torch.from_numpy(windows[:, 1:].copy())
-        return (inputs, targets) if self._end is None else kept_apart(inputs, targets, self._end)
+    def batch(self, indices: NDArray[np.int64]) -> tuple[Any, torch.Tensor]:
+        """Return inputs and targets of the samples at `indices`, as the samples of a whole corpus do."""
+        rows = indices & ((1 << _ROW_BITS) - 1)
+        return joined(indices >> _ROW_BITS, lambda chunk, here: self._open(chunk).batch(rows[here]))
 
-    def _order(self, seed: int) -> WindowOrder:
+    def _open_chunk(self, chunk: int) -> TokenSamples | PackedSamples | LabelledSamples | ChatSamples:
+        return self._form.samples_of(self._store.tokens(chunk), self.sequence)
+
+    def _order(self, seed: int) -> StreamOrder:
         if seed not in self._orders:
-            self._orders[seed] = WindowOrder(seed, len(self._store), self._width, self._sizes)
+            layout = self._layout
+            self._orders[seed] = StreamOrder(seed, layout.ends, layout.weights, self._width, self._sizes)
         return self._orders[seed]
 
     def _sizes(self, chunks: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the number of samples of some chunks, which are made if it is not known."""
         if (self._store.lengths[chunks] < 0).any():
             self._store.make(chunks)
-        return self._size(np.array([self._store.length(int(chunk)) for chunk in chunks]))
+        return self._size(chunks, np.array([self._store.length(int(chunk)) for chunk in chunks]))
 
-    def _size(self, lengths: int | NDArray[np.int64]) -> NDArray[np.int64]:
-        size: NDArray[np.int64] = np.maximum(0, np.asarray(lengths) - 1) // self.sequence
-        return size
+    def _size(self, chunks: int | NDArray[np.int64], lengths: int | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of samples of chunks with these lengths."""
+        kept = np.asarray(lengths - length_aside(lengths, self._layout.shares[chunks]))
+        return kept if self._has_rows else np.maximum(0, kept - 1) // self.sequence
 
     def _make_ahead(self, chunks: NDArray[np.int64]) -> None:
         with contextlib.suppress(Exception):  # who needs these chunks meets the error again

@@ -161,7 +161,7 @@ class FileTokenizer:
         except OSError as error:
             hint = nearest(str(path), ["bytes"])
             raise DataError(
-                f"the tokenizer {str(path)!r} cannot be read: {error.strerror}{hint}",
+                f"the tokenizer {str(file)!r} cannot be read: {error.strerror}{hint}",
                 possible="'bytes', 'ids:N', or the path of a tokenizer.json",
                 change="correct the path, or use 'bytes'",
             ) from error

@@ -15,13 +15,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.errors import CommunicationError, ShoalError, UserError, WorkerError
+from shoal.errors import CheckpointError, CommunicationError, ShoalError, UserError, WorkerError
 from shoal.hang import HangVerdict
 
 __all__ = ["EXIT_STOPPED", "Outcome", "root_cause"]
 
 EXIT_STOPPED = 75
 """Exit code of a run that a signal stopped and that saved its state to be resumed; BSD's EX_TEMPFAIL."""
+
+_CLEAR = UserError, CheckpointError
+"""Errors whose messages name what was wrong, and where: a traceback would hide that."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +35,7 @@ class Outcome:
         rank: The global rank.
         exit_code: Exit code of its process.
         error: Its error message for the user; empty if there was none.
-        detail: The traceback; empty for an error that the user can correct.
+        detail: The traceback; empty for an error that the user can correct, or of a checkpoint.
         in_collective: Whether it failed in a collective, and so perhaps because of another rank.
         when: Time of its end, in seconds since the epoch.
     """
@@ -52,7 +55,7 @@ class Outcome:
             rank=rank,
             exit_code=error.exit_code if isinstance(error, ShoalError) else 1,
             error=f"{type(error).__name__}: {error}",
-            detail="" if isinstance(error, UserError) else "".join(traceback.format_exception(error)),
+            detail="" if isinstance(error, _CLEAR) else "".join(traceback.format_exception(error)),
             in_collective=known and isinstance(error, CommunicationError),
         )
 

@@ -14,11 +14,10 @@ from torch import nn
 
 from shoal.errors import MissingExtraError, ModelError, UserError, nearest
 from shoal.models.classifier import Classifier, fill_head, is_classifier, is_head, read_classifier
+from shoal.models.model_folder import INDEX, ONE_FILE, damaged, require_sound_folder
 from shoal.models.stored_weights import StoredTensor, find_stored
 
 __all__ = ["can_read_in_parts", "classifier_of", "from_hugging_face"]
-
-_ONE_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def from_hugging_face(path: Path, changes: Mapping[str, Any], device: torch.device) -> nn.Module:
@@ -61,6 +60,7 @@ def _read_config(path: Path, changes: Mapping[str, Any]) -> Any:
             possible="a folder that holds config.json, or such a file",
             change="correct the path after hf:",
         )
+    require_sound_folder(path)
     config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     # Training never reads the cache of keys and values, but would pay for it.
     config.use_cache = False
@@ -105,8 +105,10 @@ def _refusing(path: Path) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
+        # Its first lines tell what is wrong; what follows is advice that does not fit here.
+        told = " ".join(str(error).split("\n\n")[0].split())
         raise ModelError(
-            f"transformers cannot build {str(path)!r}: {type(error).__name__}: {error}",
+            f"transformers cannot build {str(path)!r}: {type(error).__name__}: {told}",
             possible="the configuration of a causal language model, or of a sequence classifier, that the "
             "installed transformers knows",
             change="correct the configuration, or what overrides it",
@@ -115,7 +117,7 @@ def _refusing(path: Path) -> Iterator[None]:
 
 def can_read_in_parts(path: Path) -> bool:
     """Return whether a folder has weights in safetensors, which can be read one by one."""
-    return (path / _ONE_FILE).is_file() or (path / _INDEX).is_file()
+    return (path / ONE_FILE).is_file() or (path / INDEX).is_file()
 
 
 def _without_memory(config: Any) -> nn.Module:
@@ -188,15 +190,15 @@ def _files_of(path: Path) -> dict[str, Path]:
     Raises:
         ModelError: The index or the file is damaged.
     """
-    index = path / _INDEX
+    index = path / INDEX
     try:
         if index.is_file():
             placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             return {name: path / file for name, file in placed.items()}
-        with safe_open(path / _ONE_FILE, framework="pt") as opened:
-            return dict.fromkeys(opened.keys(), path / _ONE_FILE)
+        with safe_open(path / ONE_FILE, framework="pt") as opened:
+            return dict.fromkeys(opened.keys(), path / ONE_FILE)
     except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
-        raise _damaged(index if index.is_file() else path / _ONE_FILE, error) from error
+        raise damaged(index if index.is_file() else path / ONE_FILE, error) from error
 
 
 def _shape_of(file: Path, name: str) -> tuple[int, ...]:
@@ -204,15 +206,7 @@ def _shape_of(file: Path, name: str) -> tuple[int, ...]:
         with safe_open(file, framework="pt") as opened:
             return tuple(opened.get_slice(name).get_shape())
     except (OSError, SafetensorError) as error:
-        raise _damaged(file, error) from error
-
-
-def _damaged(file: Path, error: Exception) -> ModelError:
-    return ModelError(
-        f"the weights in {str(file)!r} cannot be read: {error}",
-        possible="the safetensors files that save_pretrained or a download wrote, all of them",
-        change="copy or download the file again",
-    )
+        raise damaged(file, error) from error
 
 
 @contextlib.contextmanager

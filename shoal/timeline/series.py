@@ -62,7 +62,7 @@ def collective_series(timeline: Timeline) -> Series:
 
 
 def step_starts(timeline: Timeline) -> dict[int, float]:
-    """Return when each step that every rank finished began on the first rank, in seconds on the wall clock."""
+    """Return when each step that every rank finished began on the first rank: wall-clock seconds."""
     windows = [steps for rank in timeline.ranks if (steps := StepWindows(timeline, rank))]
     common = set.intersection(*map(set, windows)) if windows else set()
     return {step: timeline.origin_unix_ns / 1e9 + windows[0][step][0] for step in sorted(common)}

@@ -8,12 +8,11 @@ with new values.
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
 
-from shoal.data import AnyCorpus, Corpus, are_numbers, numbers_of, prepare, require_padding
+from shoal.data import AnyCorpus, MixedCorpus, are_numbers, numbers_of, prepare, require_padding
 from shoal.errors import ConfigError, PlanError
 from shoal.models import classifier_of, is_classifier
 from shoal.plan import Plan
@@ -37,7 +36,7 @@ def with_classes(config: TrainConfig) -> TrainConfig:
     if not config.data.label or not config.model.startswith(_HUGGING_FACE):
         return config
     corpus = prepare(config.data)
-    assert isinstance(corpus, Corpus)
+    assert not isinstance(corpus, MixedCorpus)  # which has no labels
     found = classifier_of(Path(config.model.removeprefix(_HUGGING_FACE)), config.model_options)
     classes = found.classes
     if are_numbers(corpus.labels):
@@ -61,9 +60,9 @@ def prepared(config: TrainConfig) -> AnyCorpus:
     """Return the data of a configuration, with its classes in the order of the model's."""
     corpus = prepare(config.data)
     names = config.model_options.get(_NAMES)
-    if not isinstance(corpus, Corpus) or not corpus.labels or not names:
+    if isinstance(corpus, MixedCorpus) or not corpus.labels or not names:
         return corpus
-    return replace(corpus, classes=tuple(names[str(number)] for number in range(len(names))))
+    return corpus.with_classes(tuple(names[str(number)] for number in range(len(names))))
 
 
 def for_model(corpus: AnyCorpus, model: nn.Module) -> AnyCorpus:
@@ -72,11 +71,11 @@ def for_model(corpus: AnyCorpus, model: nn.Module) -> AnyCorpus:
     A model does if its forward names `token_type_ids`, and its configuration, if it has one of Hugging Face,
     has two types or more.
     """
-    if not isinstance(corpus, Corpus) or "token_type_ids" not in inspect.signature(model.forward).parameters:
+    if isinstance(corpus, MixedCorpus) or "token_type_ids" not in inspect.signature(model.forward).parameters:
         return corpus
     config = getattr(model, "config", None)
     is_own = config is None or not hasattr(config, "model_type")
-    return replace(corpus, has_types=is_own or getattr(config, "type_vocab_size", 0) > 1)
+    return corpus.with_types(is_own or getattr(config, "type_vocab_size", 0) > 1)
 
 
 def require_classes(config: TrainConfig, model: nn.Module) -> None:

@@ -290,7 +290,7 @@ class Execution:
                 if text := rate_change_of(resume.run, self._config, made):
                     self._say(text)
         if init and self._trainer.step_count == 0:
-            begin_from(self._trainer, init)
+            begin_from(self._trainer, init, self._say)
             self._say(f"begins from the weights of {init}")
         # Only now, so that a configuration that does not fit the run leaves it unchanged.
         if self._is_first:

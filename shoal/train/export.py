@@ -19,16 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 
-from shoal.checkpoint import (
-    Piece,
-    SingleProcess,
-    dtype_named,
-    load,
-    read_manifest,
-)
+from shoal.checkpoint import Piece, dtype_named, make_mapped_file, read_manifest
 from shoal.errors import ModelError, RunError
 from shoal.models import (
     StoredTensor,
@@ -42,7 +35,7 @@ from shoal.models import (
 from shoal.train.config import LoraConfig, TrainConfig
 from shoal.train.export_adapters import Adapters, require_adapters, write_adapters
 from shoal.train.located import build_model, shape_of
-from shoal.train.restore import newest_of
+from shoal.train.restore import config_of, load_newest, load_pieces
 
 __all__ = ["DTYPES", "Exported", "export"]
 
@@ -121,7 +114,9 @@ def export(
     say: Callable[[str], object] = lambda text: None,
     shard_bytes: int = _SHARD_BYTES,
 ) -> Exported:
-    """Write the weights of a run's newest sound checkpoint; at most one file of them is held in memory.
+    """Write the weights of a run's newest sound checkpoint, which is read once and verified meanwhile.
+
+    Files are mapped while they are written, so that the system may write back what does not fit in memory.
 
     Args:
         path: The run, or one of its checkpoints.
@@ -142,36 +137,42 @@ def export(
             possible="a path that does not exist yet",
             change="give another folder, or delete that one",
         )
-    config, checkpoint = newest_of(path, say)
+    config = config_of(path)
     if merge:
         require_adapters(path, config)
     is_alone = config.lora.rank is not None and not merge
     layout = _as_named(config) if is_alone and _is_own_code(config) else _layout_of(config)
-    adapters = Adapters.of(config, checkpoint, layout.transposed)
     dtype = dtype or str(layout.config.get("dtype") or layout.config.get("torch_dtype") or "float32")
     if dtype not in DTYPES:
         dtype = "float32"
     staging = directory.with_name(f"{directory.name}.tmp")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
+
+    def write(checkpoint: Path) -> tuple[int, int, int]:
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        adapters = Adapters.of(config, checkpoint, layout.transposed)
+        if adapters is not None and is_alone:
+            load_pieces(checkpoint, [])
+            task = "CAUSAL_LM" if layout.config else None  # peft asks more of a model with a task
+            return write_adapters(adapters, layout.stored, layout.folder, task, staging, DTYPES[dtype])
+        return _write_weights(checkpoint, layout, adapters, staging, DTYPES[dtype], shard_bytes)
+
     try:
-        if adapters is None or not is_alone:
-            written = _write_weights(checkpoint, layout, adapters, staging, DTYPES[dtype], shard_bytes)
+        checkpoint, written = load_newest(path, say, write)
+        if not is_alone:
             content = {**layout.config, "torch_dtype": dtype}
             content.pop("dtype", None)
             (staging / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        else:
-            task = "CAUSAL_LM" if layout.config else None  # peft asks more of a model with a task
-            written = write_adapters(adapters, layout.stored, layout.folder, task, staging, DTYPES[dtype])
         has_tokenizer = _copy_tokenizer(config, layout.folder, staging)
         os.replace(staging, directory)
     except OSError as error:
-        shutil.rmtree(staging, ignore_errors=True)
         raise RunError(
             f"{directory} cannot be written: {error.strerror or error}",
             possible="a place with room for the weights, where files may be made",
             change="give another folder",
         ) from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
     return Exported(checkpoint, *written, dtype, has_tokenizer)
 
 
@@ -230,19 +231,24 @@ def _write_weights(
     """Write the weights; return the numbers of files and of tensors, and the bytes."""
     shards = list(_shards(checkpoint, layout.stored, dtype, shard_bytes))
     placed: dict[str, str] = {}
+    pieces: list[Piece] = []
+    merged: list[tuple[_Wanted, torch.Tensor]] = []
     total = 0
     for number, shard in enumerate(shards, 1):
-        held = {each.stored.name: torch.empty(each.stored.shape, dtype=each.dtype) for each in shard}
-        pieces = [each.piece(tensor) for each, tensor in zip(shard, held.values(), strict=True)]
-        load(checkpoint, pieces, SingleProcess())
-        if adapters is not None:
-            for each in shard:
-                if each.path in adapters:
-                    held[each.stored.name] = adapters.merged(each.path, each.dtype)
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else _ONLY
-        save_file(held, folder / file, metadata={"format": "pt"})
+        shapes = {each.stored.name: (each.stored.shape, each.dtype) for each in shard}
+        held = make_mapped_file(folder / file, shapes, {"format": "pt"})
+        for each in shard:
+            tensor = held[each.stored.name]
+            pieces.append(each.piece(tensor))
+            if adapters is not None and each.path in adapters:
+                merged.append((each, tensor))
+            total += tensor.nbytes
         placed |= dict.fromkeys(held, file)
-        total += sum(tensor.nbytes for tensor in held.values())
+    load_pieces(checkpoint, pieces)
+    for each, tensor in merged:
+        assert adapters is not None
+        tensor.copy_(adapters.merged(each.path, each.dtype))
     if len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": placed}
         text = json.dumps(index, indent=2) + "\n"

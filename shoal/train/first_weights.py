@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,11 +29,16 @@ __all__ = ["begin_from", "require_weights"]
 _KINDS = "model", "fixed"  # beginnings of the names of a checkpoint's weights
 
 
-def begin_from(trainer: Trainer, given: str) -> None:
+def begin_from(trainer: Trainer, given: str, say: Callable[[str], object]) -> None:
     """Load the weights of a run or a checkpoint, and nothing else; all ranks call it before the first step.
 
     A weight may have been trained there and be frozen here, or have no adapter there. Adapters that are not
     there keep their first values.
+
+    Args:
+        trainer: The trainer.
+        given: A run, a checkpoint, or a directory of checkpoints.
+        say: Called on rank 0 with a message for each corrupt checkpoint that is skipped.
 
     Raises:
         CheckpointError: There is no sound checkpoint, or it does not fit the model.
@@ -50,7 +54,7 @@ def begin_from(trainer: Trainer, given: str) -> None:
         )
         load_verified(checkpoint, manifest, coordinator, fresh=fresh, in_use=in_use)
 
-    if newest_sound(found, coordinator, lambda text: warnings.warn(text, stacklevel=4), attempt) is None:
+    if newest_sound(found, coordinator, say, attempt) is None:
         raise CheckpointError(f"{given} has no sound checkpoint")
     wanted.finish()
     parallel.changed()

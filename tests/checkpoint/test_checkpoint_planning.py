@@ -1,7 +1,10 @@
-"""What ranks tell each other to save: simulated ranks, counted."""
+"""What ranks tell each other to save, counted."""
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import pickle
 import sys
 from collections.abc import Iterable, Mapping
@@ -10,11 +13,29 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint_stand_ins import (
+    StoppingFiles,
+    on_ranks,
+    same_bits,
+    share,
+    wholes,
+)
 
-from shoal.checkpoint import FileRecord, Piece, Saver, TensorRecord
+from shoal.checkpoint import (
+    Coordinator,
+    FileRecord,
+    Piece,
+    Saver,
+    SingleProcess,
+    TensorRecord,
+    checkpoints,
+    load,
+    verify,
+)
 from shoal.checkpoint.manifest import merge
 from shoal.checkpoint.save import Part
 from shoal.checkpoint.shard import describe
+from shoal.errors import CheckpointError
 
 
 class Simulated:
@@ -64,3 +85,49 @@ def test_what_ranks_plan_grows_with_the_shards_of_one_and_is_done_once(
         assert len(merged) == 1
         assert merged.pop() <= tensors + ranks
         assert len(pickle.dumps(told[0][1])) < 250
+
+
+class Counting:
+    """A Coordinator that counts the bytes of what a rank tells rank 0."""
+
+    def __init__(self, ranks: Coordinator) -> None:
+        self.ranks, self.rank, self.size = ranks, ranks.rank, ranks.size
+        self.told: list[int] = []
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return self.ranks.all_gather_object(value)
+
+    def gather_object(self, value: Any) -> list[Any] | None:
+        self.told.append(len(pickle.dumps(value)))
+        return self.ranks.gather_object(value)
+
+
+def test_ranks_tell_their_tensors_again_only_if_these_changed_or_a_save_failed(tmp_path: Path) -> None:
+    many = {f"model/{number}": torch.full((8,), float(number)) for number in range(100)}
+    more = {**many, "model/last": torch.ones(8)}
+
+    def run(ranks: Coordinator) -> list[int]:
+        failing = StoppingFiles()
+        saver, counting = Saver(failing), Counting(ranks)
+        for step, named in enumerate((many, many, more, more, more, more)):
+            if step == 4 and ranks.rank == 1:
+                failing.at, failing.stop = failing.places, disk_fails
+            with contextlib.suppress(CheckpointError):
+                saver.save(tmp_path, step, share(named, ranks.rank, 2), {}, counting)
+        return counting.told
+
+    for told in on_ranks(2, run):
+        assert [number > 5000 for number in told] == [True, False, True, False, False, True]
+    assert [path.name for path in checkpoints(tmp_path)] == [
+        f"step-0000000{step}" for step in (5, 3, 2, 1, 0)
+    ]
+    for path in checkpoints(tmp_path):
+        named = many if path.name.endswith(("0", "1")) else more
+        verify(path)
+        read = {name: torch.zeros(8) for name in named}
+        load(path, wholes(read), SingleProcess())
+        assert same_bits(read, named)
+
+
+def disk_fails() -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))

@@ -324,6 +324,18 @@ def test_retention_names_the_corrupt_ones_that_it_finds(directory: Path) -> None
     assert [line.split()[1] for line in said] == ["step-00000500"]
 
 
+def test_retention_reads_nothing_if_one_that_stays_is_known_to_be_sound(tmp_path: Path) -> None:
+    first, second, third = (
+        save(tmp_path, step, wholes(tensors(1)), {}, SingleProcess()) for step in (1, 2, 3)
+    )
+    (third / "manifest.json").unlink()  # whoever reads it says so
+    assert retain(tmp_path, 2, SingleProcess(), pytest.fail, sound=third) == [first]
+    # One that would not stay says nothing of those that would.
+    said: list[str] = []
+    assert retain(tmp_path, 1, SingleProcess(), said.append, sound=second) == []
+    assert len(said) == 1
+
+
 def test_keeping_none_is_refused(directory: Path) -> None:
     with pytest.raises(ConfigError, match="keep=0"):
         retain(directory, 0, SingleProcess())

@@ -235,7 +235,7 @@ def be_freed(tell: Connection, rank: int, size: int, store: str, is_one_host: bo
         threading.Timer(0.2, lambda: group().abort()).start()
         tell.send(failure_of(lambda: dist.recv(torch.ones(8), 2)))
     elif rank == 1:
-        tell.send(failure_of(lambda: dist.all_reduce(torch.ones(8))))
+        tell.send(failure_of(lambda: dist.all_reduce(torch.ones(1 << 20))))
     else:
         work = dist.all_reduce(torch.ones(1 << 20), async_op=True)
         tell.send(failure_of(lambda: work.wait()))

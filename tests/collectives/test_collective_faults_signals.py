@@ -253,6 +253,35 @@ def test_ranks_that_call_different_things_are_told_so_when_debugging(is_one_host
                     assert each in str(failure), (what, failure)
 
 
+def differ_once(tell: Connection, rank: int, size: int, store: str, calls: int) -> None:
+    form(rank, size, store)
+    odd, four = rank == 1, torch.ones(4)
+    kinds = (
+        lambda: dist.all_reduce(torch.ones(8 if odd else 4)),
+        lambda: dist.all_reduce(torch.ones(1 << 20 if odd else 1 << 19)),
+        lambda: dist.all_reduce(torch.ones(2 if odd else 4, dtype=torch.float64 if odd else torch.float32)),
+        lambda: dist.all_reduce(four, dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM),
+        lambda: dist.barrier() if odd else dist.all_reduce(four),
+        lambda: dist.all_reduce(four) if odd else dist.broadcast(four, 0),
+    )
+
+    def call() -> None:
+        kinds[calls]()
+        dist.barrier()  # a root does not wait for the others: it sees their call in the next one
+
+    dist.all_reduce(four)
+    tell.send(failure_of(call))
+
+
+@pytest.mark.parametrize("calls", range(6))
+def test_ranks_of_one_host_that_call_different_things_never_go_on(calls: int) -> None:
+    with Ranks(differ_once, 3, calls) as ranks:
+        for failure in ranks.hear():
+            assert failure.fault == "mismatch", failure
+            assert " called " in str(failure)
+            assert "where rank " in str(failure)
+
+
 def send_another_size(tell: Connection, rank: int, size: int, store: str, is_one_host: bool) -> None:
     form(rank, size, store, is_one_host=is_one_host)
     for count in (10, 200_000):

@@ -14,12 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.data import DataConfig, Loader, StreamedSamples, open_tokenizer, order, prepare
+from shoal.data import Corpus, DataConfig, Loader, StreamedSamples, open_tokenizer, order, prepare
 from shoal.data.chunk_store import ChunkStore
 from shoal.data.chunks import plan_chunks
 from shoal.data.sources import find_files
+from shoal.data.streamed import Layout
 from shoal.data.window_order import Mark, WindowOrder
-from shoal.errors import ConfigError, DataError
+from shoal.errors import DataError
 
 Configure = Callable[..., DataConfig]
 
@@ -129,11 +130,13 @@ def test_every_number_of_ranks_and_workers_sees_the_samples_of_the_reference(
     config = configure(tmp_path / "text.jsonl", tokenizer=str(word_tokenizer))
     chunks = plan_chunks(find_files(config.sources, config.suffixes), 1500)
     tokenizer = open_tokenizer(str(word_tokenizer))
+    form = Corpus(np.empty(0, dtype=np.uint8), 0, None, "", tokenizer)
     samples = []
     for workers in (0, 2):
         settings = config.model_copy(update={"workers": workers})
         store = ChunkStore(tmp_path / f"store{workers}", chunks, settings, keep=3 * width)
-        samples.append(StreamedSamples(store, sequence, width=width))
+        layout = Layout(ends=(len(chunks),), weights=(1.0,), shares=np.zeros(len(chunks)))
+        samples.append(StreamedSamples(store, layout, form, sequence, width=width))
 
     # Each chunk by itself, from the lines that begin in it.
     raw = (tmp_path / "text.jsonl").read_bytes()
@@ -206,16 +209,9 @@ def test_streamed_documents_are_kept_apart(tmp_path: Path, configure: Configure)
             place = 0 if token == 0 else place + 1
 
 
-def test_what_cannot_be_streamed_is_refused(tmp_path: Path, configure: Configure) -> None:
+def test_errors_of_a_stream_say_what_was_wrong(tmp_path: Path, configure: Configure) -> None:
     folder = write_texts(tmp_path / "texts")
     given = {"suffixes": SUFFIXES, "validation": str(folder / "c.csv"), "streaming": True}
-    with pytest.raises(ConfigError, match=r"without data\.validation"):
-        prepare(configure(folder, streaming=True))
-    with pytest.raises(ConfigError, match=r"data\.streaming=true was given with data\.label"):
-        prepare(configure(folder, **given, label="label"))
-    np.save(folder / "f.npy", np.arange(9))
-    with pytest.raises(DataError, match=r"holds ids, and data\.streaming=true was given"):
-        prepare(configure(folder, **{**given, "suffixes": (".txt", ".npy")}))
     with pytest.raises(DataError, match="no chunk of the text has the 1001 tokens"):
         prepare(configure(folder, **given, window="4KiB")).samples("train", 1000)
     (folder / "a.jsonl").write_text('{"text": "fine"}\n' * 90 + "wrong\n")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.checkpoint import ProcessGroupCoordinator
-from shoal.errors import CommunicationError, PlanError, TrainingError
+from shoal.errors import CommunicationError, CorruptCheckpointError, PlanError, TrainingError
 from shoal.hang import Cause, HangVerdict
 from shoal.launch import Outcome, root_cause
 
@@ -114,6 +114,12 @@ def test_a_users_mistake_keeps_its_words_and_exit_code_and_has_no_traceback():
     cause = root_cause([outcome], {2: 2})
     assert cause.exit_code == 2
     assert str(error) in str(cause)
+
+
+def test_an_error_of_a_checkpoint_has_no_traceback_since_its_message_names_the_file():
+    outcome = Outcome.of_error(0, CorruptCheckpointError("step-4/rank-00000.safetensors was changed"))
+    assert outcome.detail == ""
+    assert "step-4/rank-00000.safetensors was changed" in str(root_cause([outcome], {0: 1}))
 
 
 def test_another_error_keeps_its_traceback():

@@ -6,7 +6,10 @@ import pytest
 import torch
 from run_stand_ins import train
 
+from shoal.checkpoint import checkpoints, verify
+from shoal.checkpoint.reader import ShardReader
 from shoal.cli.main import main
+from shoal.errors import CheckpointError
 from shoal.train import load_model
 from shoal.train.export import export
 
@@ -113,3 +116,44 @@ def test_the_command_tells_what_it_wrote_and_overwrites_nothing(ranks, tiny_run,
     assert main(["export", str(tmp_path / "experts"), str(tmp_path / "no")]) == 2
     assert "experts and renormalize=false has no form in Hugging Face's layout" in capsys.readouterr().err
     assert not (tmp_path / "no").exists()
+
+
+def test_a_checkpoint_is_read_once_and_a_damaged_one_is_passed_over(ranks, tiny_run, tmp_path, monkeypatch):
+    words = [*tiny_run, "--set", "steps=4", "--set", "checkpoint.every=2", "--run", "run"]
+    train(ranks, words, tmp_path, on=2)
+    newest, before = checkpoints(tmp_path / "run" / "checkpoints")
+    read = []
+    read_bytes = ShardReader.read_bytes
+
+    def counted(self, offset, memory):
+        read.append(len(memory))
+        read_bytes(self, offset, memory)
+
+    def alike(model):
+        return [each.tolist() for each in model.state_dict().values()]
+
+    monkeypatch.setattr(ShardReader, "read_bytes", counted)
+    size = sum(file.stat().st_size for file in newest.glob("*.safetensors"))
+    model, _ = load_model(tmp_path / "run", print)
+    assert sum(read) == size
+    for dtype in ("float32", "bfloat16"):
+        read.clear()
+        made = export(tmp_path / "run", tmp_path / dtype, dtype, shard_bytes=50_000)
+        assert made.checkpoint == newest
+        assert made.files > 1
+        assert sum(read) == size
+
+    older, _ = load_model(before, print)
+    file = max(newest.glob("*.safetensors"), key=lambda each: each.stat().st_size)
+    damaged = bytearray(file.read_bytes())
+    damaged[-5] ^= 1
+    file.write_bytes(damaged)
+    said = []
+    assert export(tmp_path / "run", tmp_path / "again", say=said.append).checkpoint == before
+    assert alike(load_model(tmp_path / "run", said.append)[0]) == alike(older) != alike(model)
+    assert all(f"{newest.name} is corrupt and is skipped" in each for each in said)
+    assert len(said) == 2
+    verify(before)
+    with pytest.raises(CheckpointError, match="has no sound checkpoint"):
+        export(newest, tmp_path / "none")
+    assert not list(tmp_path.glob("*.tmp"))
