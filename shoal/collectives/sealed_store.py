@@ -86,7 +86,7 @@ class SealedStore(Store):
 
     def __init__(self, inner: Store, secret: bytes) -> None:
         super().__init__()
-        self._inner = inner
+        self._inner: Any = inner  # torch's stubs know no stores of bytes
         self._encryption = hmac.digest(secret, b"shoal store: encryption", "sha256")
         self._signing = hmac.digest(secret, b"shoal store: signature", "sha256")
 
@@ -151,7 +151,8 @@ class SealedStore(Store):
     @property
     def timeout(self) -> timedelta:
         """The time limit of calls."""
-        return self._inner.timeout
+        limit: timedelta = self._inner.timeout
+        return limit
 
     def _seal(self, key: str, value: str | bytes | Any) -> bytes:
         content = value.encode() if isinstance(value, str) else bytes(value)
