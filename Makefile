@@ -2,6 +2,7 @@
 # make test     sets up .venv with what development needs, and passes every check that CI makes but the next
 # make docs     sets up .venv, and builds the site of docs/ in build/docs; warnings are errors
 # make test-oldest  runs what depends on torch and transformers with the oldest releases that pyproject.toml allows
+# make fuzz     reads random bytes as each kind of input, SECONDS (1800) for each; `make -C csrc fuzz`: the wire protocol
 # make test-faults  plants faults in a copy of the code, one at a time, and tells which the tests miss
 #
 # What a target needs is set up once: a second call does no set-up work again.
@@ -22,7 +23,7 @@ OLDEST_TESTS := tests/models tests/trace tests/parallel tests/checkpoint/test_ch
   tests/collectives/test_pytorch_calls.py tests/collectives/test_pytorch_features.py \
   tests/train/test_train_trainer.py
 
-.PHONY: train test test-long test-faults test-oldest lint docs bench clean
+.PHONY: train test test-long test-faults test-oldest fuzz lint docs bench clean
 
 train: $(VENV)/.ready
 	$(BIN)/shoal train $(ARGS)
@@ -35,6 +36,11 @@ test-long: lint $(VENV)/.ready-store $(VENV)/.ready-browser $(VENV)/.ready-launc
 
 test-faults: $(VENV)/.ready-dev
 	$(BIN)/python tests/faults/plant.py --jobs 2 $(ARGS)
+
+SECONDS ?= 1800
+
+fuzz: $(VENV)/.ready-fuzz
+	$(BIN)/python tests/fuzz/fuzz.py --seconds $(SECONDS) $(ARGS)
 
 test-oldest: $(OLDEST)/.ready
 	$(TESTING) $(OLDEST)/bin/pytest $(OLDEST_TESTS)
@@ -67,6 +73,10 @@ $(VENV)/.ready-launch: $(VENV)/.ready-dev
 	    echo "make: there is no $$program. Install it: sudo apt-get install openssh-server slurm-wlm munge"; \
 	    exit 1; }; done
 	$(INSTALL) --editable '.[$(EXTRAS),store,ray]'
+	@touch $@
+
+$(VENV)/.ready-fuzz: $(VENV)/.ready-dev
+	$(INSTALL) --editable '.[$(EXTRAS),fuzz]'
 	@touch $@
 
 # Pages are tested in Debian's Chromium, driven by Playwright; axe-core looks for what keeps people out.

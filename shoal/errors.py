@@ -14,6 +14,7 @@ ShoalError                    anything that Shoal itself reports; exit code 1
 │   └── CorruptCheckpointError    a checkpoint is there, but differs from its manifest
 ├── CommunicationError        a collective failed, most often because another rank did
 │   └── CollectiveError       an operation of the backend "shoal" failed; names the rank and the fault
+├── ReplicaError              this rank holds other bits than its replicas
 ├── OffloadError              offloaded state could not be read or written, such as on a full disk
 ├── TrainingError             training cannot go on, such as after a loss that is not a number
 └── WorkerError               a rank failed; names the rank that failed first
@@ -37,6 +38,7 @@ __all__ = [
     "ModelError",
     "OffloadError",
     "PlanError",
+    "ReplicaError",
     "RunError",
     "ShoalError",
     "TrainingError",
@@ -157,6 +159,10 @@ class CollectiveError(CommunicationError, RuntimeError):
 
 class OffloadError(ShoalError):
     """Offloaded state could not be read or written: the state here is lost, and checkpoints are as before."""
+
+
+class ReplicaError(ShoalError):
+    """This rank holds other bits than its replicas: its state is not to be used."""
 
 
 class TrainingError(ShoalError):

@@ -10,6 +10,7 @@ __all__ = ["LAYERS", "TORCH_FREE"]
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "units", "lines", "layers"),
+    ("limits",),
     ("plan", "cluster", "workload", "timeline", "run", "values"),
     ("cost",),
     ("simulate",),
@@ -32,5 +33,5 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 )
 """Top to bottom. `run` is the directory on disk, beside the other nouns that it holds."""
 
-TORCH_FREE: frozenset[str] = frozenset(name for line in LAYERS[:7] for name in line)
+TORCH_FREE: frozenset[str] = frozenset(name for line in LAYERS[:8] for name in line)
 """Packages that never import torch, so that planning and reporting start in well under a second."""

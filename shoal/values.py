@@ -66,7 +66,8 @@ def decode(data: bytes) -> Any:
         IndexError,
         AttributeError,
         ImportError,
-        RecursionError,
+        OverflowError,
+        RuntimeError,  # of torch, and RecursionError
     ) as error:
         raise CommunicationError(f"bytes from another process hold no value: {error}") from error
     except UserError as error:  # a constructor refused what it was given

@@ -6,6 +6,7 @@ ranks of a measurement together and finds the slowest.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+
+from shoal.collectives.meeting_point import open_store
 
 __all__ = ["Ranks", "joined"]
 
@@ -49,7 +52,9 @@ class Ranks:
 @contextmanager
 def joined(ranks: Ranks) -> Iterator[None]:
     """Form the default group of all ranks for this context; they meet at MASTER_ADDR and MASTER_PORT."""
-    dist.init_process_group("gloo", rank=ranks.rank, world_size=ranks.count, timeout=_TIMEOUT)
+    master = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = open_store(master, ranks.rank, ranks.count, _TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=ranks.rank, world_size=ranks.count, timeout=_TIMEOUT)
     try:
         yield
     finally:

@@ -34,11 +34,13 @@ from typing import Any
 from shoal.checkpoint.coverage import check_coverage
 from shoal.checkpoint.region import Region
 from shoal.errors import CheckpointError, CorruptCheckpointError
+from shoal.limits import DIMS, MANIFEST, json_of, read_limited
 
 __all__ = ["MANIFEST_NAME", "FileRecord", "Manifest", "StoredPiece", "TensorRecord", "merge", "read_manifest"]
 
 MANIFEST_NAME = "manifest.json"
 _FORMAT = 1
+_MOST = (1 << 63) - 1  # bytes or elements
 
 
 @dataclass(frozen=True)
@@ -151,24 +153,28 @@ class Manifest:
             CorruptCheckpointError: The text is incomplete, altered, or of another format.
         """
         try:
-            body = json.loads(text)
+            body = json_of(text)
         except ValueError as error:
             raise CorruptCheckpointError(f"is not JSON: {error}") from error
         if not isinstance(body, dict) or body.get("format") != _FORMAT:
             found = body.get("format") if isinstance(body, dict) else None
             raise CorruptCheckpointError(f"has format {found!r}; this version reads format {_FORMAT}")
-        if body.pop("sha256", None) != _digest(body):
+        try:
+            is_whole = body.pop("sha256", None) == _digest(body)
+        except (ValueError, RecursionError) as error:  # it was not written from such values
+            raise CorruptCheckpointError(f"cannot have a hash: {error}") from error
+        if not is_whole:
             raise CorruptCheckpointError("was changed after it was written: its sha256 differs")
         try:
             manifest = cls(
-                step=body["step"],
+                step=_count(body["step"]),
                 files={name: _file_record(file) for name, file in body["files"].items()},
                 tensors={name: _tensor_record(tensor) for name, tensor in body["tensors"].items()},
                 state=body["state"],
             )
             _require_inside(manifest)
             _check_coverage(manifest.tensors)
-        except (AttributeError, KeyError, TypeError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
             raise CorruptCheckpointError(f"does not follow format {_FORMAT}: {error!r}") from error
         except CheckpointError as error:
             raise CorruptCheckpointError(str(error)) from error
@@ -212,7 +218,9 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = path / MANIFEST_NAME
     try:
-        return Manifest.from_json(file.read_bytes())
+        return Manifest.from_json(read_limited(file, MANIFEST))
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{file} cannot be read: {error}") from error
     except OSError as error:
         raise CorruptCheckpointError(f"{file} cannot be read: {error.strerror}") from error
     except CorruptCheckpointError as error:
@@ -250,20 +258,39 @@ def _require_inside(manifest: Manifest) -> None:
 
 
 def _file_record(body: Mapping[str, Any]) -> FileRecord:
-    return FileRecord(body["size"], body["sha256"])
+    return FileRecord(_count(body["size"]), _text(body["sha256"]))
 
 
 def _tensor_record(body: Mapping[str, Any]) -> TensorRecord:
     pieces = tuple(_stored_piece(piece) for piece in body["pieces"])
-    return TensorRecord(body["dtype"], tuple(body["shape"]), pieces)
+    return TensorRecord(_text(body["dtype"]), _counts(body["shape"]), pieces)
+
+
+def _count(value: Any) -> int:
+    """Return a number of bytes or elements, or a place among them."""
+    if type(value) is not int or not 0 <= value <= _MOST:
+        raise TypeError(f"{value!r} is no number from 0 to {_MOST}")
+    return value
+
+
+def _counts(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or len(values) > DIMS:
+        raise TypeError(f"{values!r:.80} is no list of at most {DIMS} numbers")
+    return tuple(map(_count, values))
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.80} is no text")
+    return value
 
 
 def _stored_piece(body: Mapping[str, Any]) -> StoredPiece:
     if "region" not in body:
-        return StoredPiece(body["file"], body["start"], body["stop"])
-    region = Region(tuple(body["region"]["offset"]), tuple(body["region"]["shape"]))
-    start, stop = body["interval"]
-    return StoredPiece(body["file"], start, stop, region)
+        return StoredPiece(_text(body["file"]), _count(body["start"]), _count(body["stop"]))
+    region = Region(_counts(body["region"]["offset"]), _counts(body["region"]["shape"]))
+    start, stop = _counts(body["interval"])
+    return StoredPiece(_text(body["file"]), start, stop, region)
 
 
 def _piece_body(piece: StoredPiece) -> dict[str, Any]:

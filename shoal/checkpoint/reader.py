@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,8 @@ from typing import Any, NamedTuple, Self, final
 
 import torch
 from safetensors import safe_open
+
+from shoal.limits import json_of
 
 __all__ = ["HashedPass", "ShardReader"]
 
@@ -129,7 +130,7 @@ class ShardReader:
         length = int.from_bytes(self._file.read(8), "little")
         if length > _LONGEST_HEADER:
             raise ValueError("its header is too long")
-        return dict(_places(json.loads(self._file.read(length)), 8 + length))
+        return dict(_places(json_of(self._file.read(length)), 8 + length))
 
 
 @final

@@ -7,7 +7,6 @@ device; memory is in bytes, time in seconds.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -25,6 +24,8 @@ from shoal.cluster.prices import Power, Prices
 from shoal.cluster.sizes import cut, require_nested, resized, whole_groups
 from shoal.cluster.tables import described, matching, table
 from shoal.errors import ClusterError
+from shoal.limits import CLUSTER, read_limited
+from shoal.limits import toml_of as table_of
 
 __all__ = ["PRESETS", "Cluster"]
 
@@ -200,14 +201,14 @@ class Cluster:
             ClusterError: The file is missing, is not TOML, or has an impossible value.
         """
         try:
-            described = tomllib.loads(Path(path).read_text("utf-8"))
+            described = table_of(read_limited(path, CLUSTER))
         except OSError as error:
             raise ClusterError(
                 f"the description of machines {path} cannot be read: {error.strerror}",
                 possible="a .toml file as `shoal cluster export` or `shoal probe` writes it",
                 change="correct the path",
             ) from None
-        except ValueError as error:  # an error in TOML or in UTF-8
+        except ValueError as error:  # an error in TOML or in UTF-8, or too much of it
             raise ClusterError(
                 f"{path} is not TOML: {error}",
                 possible="a .toml file as `shoal cluster export` or `shoal probe` writes it",

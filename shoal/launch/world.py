@@ -12,10 +12,10 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import rendezvous
 
 from shoal.collectives import is_built, watch_hangs
 from shoal.collectives.assembly import Assembly
+from shoal.collectives.meeting_point import open_store
 from shoal.errors import CommunicationError, ConfigError
 from shoal.launch.devices import backend_for, identity_of, sharing
 
@@ -142,10 +142,9 @@ def meet(world: World, *, timeout: float, environment: MutableMapping[str, str] 
     environment["MASTER_ADDR"], environment["MASTER_PORT"] = world.master[0], str(world.master[1])
     limit = timedelta(seconds=timeout)
     try:
-        store: Store = next(rendezvous("env://", world.rank, world.ranks, timeout=limit))[0]
+        return open_store(world.master, world.rank, world.ranks, limit, environment)
     except RuntimeError as error:
         raise _not_met(world, error) from error
-    return store
 
 
 def _not_met(world: World, error: RuntimeError) -> CommunicationError:

@@ -26,6 +26,7 @@ from shoal.parallel.parallel import Parallel
 from shoal.parallel.pipeline.piece_memory import Batch
 from shoal.parallel.pipeline.stage_layout import StageLayout
 from shoal.parallel.place import own_device
+from shoal.parallel.replicas import Replicas
 from shoal.parallel.tensor.tensor_layout import Split, TensorLayout
 from shoal.parallel.tensor.vocabulary import SplitLogits
 
@@ -44,6 +45,7 @@ __all__ = [
     "Owned",
     "Parallel",
     "Pending",
+    "Replicas",
     "ServedUpdates",
     "Split",
     "SplitLogits",

@@ -72,6 +72,7 @@ class Frozen:
         local: The part, in the type that computes; if nothing is sharded, the model's own parameter.
         cut: The block that contains it; None if the parameter is not cut into blocks.
         is_first_copy: Whether this rank is the first of the ranks that have an equal part.
+        family: The ranks over which the parameter is kept.
         shard: The ranks over which it is a DTensor; None if it is an ordinary tensor.
     """
 
@@ -81,6 +82,7 @@ class Frozen:
     local: torch.Tensor
     cut: Cut | None
     is_first_copy: bool
+    family: Family
     shard: Axis | None = None
 
 

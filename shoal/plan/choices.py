@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from shoal.errors import PlanError, nearest
+from shoal.limits import NUMBER
 from shoal.plan.exchange import EXCHANGES
 from shoal.plan.schedules import FOUND, NAMES
 from shoal.plan.sharding import SHARDINGS
@@ -55,8 +56,8 @@ def require_choice(name: str, value: Any) -> None:
         )
 
 
-def require_whole(name: str, value: Any, least: int = 1) -> None:
-    """Check that a value is a whole number of at least `least`.
+def require_whole(name: str, value: Any, least: int = 1, most: int = NUMBER) -> None:
+    """Check that a value is a whole number from `least` to `most`.
 
     Raises:
         PlanError: It is not.
@@ -66,4 +67,10 @@ def require_whole(name: str, value: Any, least: int = 1) -> None:
             f"{name}={value!r} is not a whole number of at least {least}",
             possible=f"{name} is {least} or more",
             change=f"write {name}={max(least, 1)}, or leave it out",
+        )
+    if value > most:
+        raise PlanError(
+            f"{name} is {value}" if value < 10 * most else f"{name} is more than {10 * most}",
+            possible=f"{name} is at most {most}",
+            change=f"write a smaller {name}",
         )

@@ -10,6 +10,7 @@ from operator import attrgetter
 from typing import Any, Self
 
 from shoal.errors import PlanError
+from shoal.limits import NUMBER, RANKS
 from shoal.plan.choices import CHOICES, DEGREES, WHOLE, element_bytes, require_choice, require_whole
 from shoal.plan.compression import Compression
 from shoal.plan.degrees import divisors, require_degrees
@@ -139,7 +140,7 @@ class Plan:
     def __post_init__(self) -> None:
         for name, least in WHOLE.items():
             value = getattr(self, name)
-            if type(value) is not int or value < least:  # a planner makes many Plans
+            if type(value) is not int or not least <= value <= NUMBER:  # a planner makes many Plans
                 require_whole(name, value, least)
         for name in ("microbatch", "virtual", "activations"):
             if getattr(self, name) is not None:
@@ -148,6 +149,7 @@ class Plan:
             if getattr(self, name) not in values and name != "recompute":
                 require_choice(name, getattr(self, name))
         Recompute.parse(self.recompute)  # raises
+        require_whole("dp x tp x pp x cp", self.dp * self.tp * self.pp * self.cp, most=RANKS)
         require_degrees(self.sharding, dp=self.dp, cp=self.cp, ep=self.ep, replicate=self.replicate)
         if self.order != DEFAULT_ORDER:
             self._require_order()

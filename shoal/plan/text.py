@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from shoal.errors import PlanError, nearest
+from shoal.limits import PLAN
 from shoal.units import parse_bytes
 
 __all__ = ["read_number", "settings_of"]
@@ -26,6 +27,12 @@ def settings_of(text: str, names: Sequence[str], read: Callable[[str, str], Any]
     Raises:
         PlanError: A key is unknown or given twice, or a value cannot be read.
     """
+    if len(text) > PLAN:
+        raise PlanError(
+            f"the Plan has {len(text)} characters: {text[:40]!r} and so on",
+            possible=f"at most {PLAN}",
+            change="shorten it",
+        )
     settings: dict[str, Any] = {}
     for item in filter(None, (item.strip() for item in text.split(","))):
         name, equals, value = (part.strip() for part in item.partition("="))

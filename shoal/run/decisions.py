@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from shoal.limits import json_of
+from shoal.lines import bounded_lines
+
 __all__ = ["Decision", "read_decisions", "write_decision"]
 
 
@@ -41,9 +44,9 @@ def read_decisions(path: Path) -> list[Decision]:
     found: list[Decision] = []
     if not path.exists():
         return found
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in bounded_lines(path):
         try:
-            told = json.loads(line)
+            told = json_of(line)
             found.append(Decision(**{name: told[name] for name in Decision.__slots__}))
         except (ValueError, KeyError, TypeError):
             continue

@@ -14,6 +14,9 @@ members.jsonl           ranks that were lost and came while others trained, with
 events.jsonl            launches, failures, and what the time between them went into: see `shoal.run.events`
 log/                    what each rank of a local run printed, and what loggers write
 log/hang/               after a hang: the calls and stacks of each rank, and the verdict
+
+Only the user who starts a run can enter its directory: samples of the data, names of hosts and weights are in
+it. The files inside follow the umask, so that `chmod g+rx RUN` lets a group read the whole run.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from shoal.errors import RunError, ShoalError, nearest
+from shoal.limits import DESCRIPTION, json_of, read_limited
 from shoal.run.decisions import Decision, read_decisions
 from shoal.run.memory import MeasuredMemory, read_memory
 from shoal.run.metrics import read_metrics
@@ -38,14 +42,13 @@ __all__ = ["Run", "default_path"]
 
 _DESCRIPTION = "run.json"
 _NAMED_RUNS = 5
-_LONGEST = 16 << 20
-"""Most characters of run.json."""
 _TYPES: Mapping[type, tuple[str, ...]] = {
     dict: ("config", "model", "device", "versions", "cluster"),
     str: ("plan", "name", "created"),
     int: ("world_size", "since_step"),
 }
 """Types of what readers of run.json look into; each may be absent or null."""
+_OWNER_ALONE = 0o700
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,7 +69,8 @@ class Run:
         """Make the directory and its contents; run.json comes last, whole or not at all.
 
         Args:
-            path: A directory that is absent or empty.
+            path: A directory that is absent or empty. A new one gets the mode 0700; one that is there keeps
+                its own.
             description: Description of the run, as `json` can write it.
 
         Raises:
@@ -82,8 +86,9 @@ class Run:
                 change="give another path, or resume the run that is there",
             )
         try:
+            run.path.mkdir(mode=_OWNER_ALONE, parents=True, exist_ok=True)
             for directory in (run.timeline, run.checkpoints, run.log):
-                directory.mkdir(parents=True, exist_ok=True)
+                directory.mkdir(exist_ok=True)
             _write_atomically(run.path / _DESCRIPTION, text)
         except OSError as error:
             raise RunError(
@@ -134,12 +139,8 @@ class Run:
         """
         path = self.path / _DESCRIPTION
         try:
-            with path.open(encoding="utf-8") as file:
-                text = file.read(_LONGEST + 1)
-            if len(text) > _LONGEST:
-                raise ShoalError(f"{path} has more than {_LONGEST >> 20} Mi characters: it is no description")
-            description = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            description = json_of(read_limited(path, DESCRIPTION))
+        except ValueError as error:
             raise ShoalError(f"{path} cannot be read: {error}") from error
         if not isinstance(description, dict):
             raise ShoalError(f"{path} holds no JSON object")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from shoal.errors import RunError
+from shoal.limits import DESCRIPTION, json_of, read_limited
 
 __all__ = ["OUTSIDE", "MeasuredMemory", "UnitMemory", "read_memory", "write_memory"]
 
@@ -91,7 +92,7 @@ def read_memory(paths: Iterable[Path]) -> list[MeasuredMemory]:
     found = []
     for path in paths:
         try:
-            found.append(MeasuredMemory.of(json.loads(path.read_text(encoding="utf-8"))))
+            found.append(MeasuredMemory.of(json_of(read_limited(path, DESCRIPTION))))
         except (ValueError, TypeError, KeyError) as error:
             raise RunError(
                 f"{path} cannot be read: {error}",

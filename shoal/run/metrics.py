@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError
+from shoal.limits import json_of
 from shoal.lines import bounded_lines
 
 __all__ = ["NOT_FINITE", "json_number", "metrics_line", "read_metrics"]
@@ -42,8 +43,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     steps: dict[int, dict[str, Any]] = {}
     for number, line in enumerate(bounded_lines(path), start=1):
         try:
-            values = json.loads(line)
-        except (ValueError, RecursionError):
+            values = json_of(line)
+        except ValueError:
             continue
         if not isinstance(values, dict) or not isinstance(values.get("step"), int):
             raise ShoalError(f'{path}:{number}: not an object with a "step"')

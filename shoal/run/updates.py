@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+
+from shoal.limits import json_of
+from shoal.lines import bounded_lines
 
 __all__ = ["Applied", "read_updates"]
 
@@ -36,9 +38,9 @@ def read_updates(paths: Iterable[Path]) -> list[Applied]:
     """
     found: list[Applied] = []
     for path in paths:
-        for line in path.read_text(encoding="utf-8").splitlines():
+        for line in bounded_lines(path):
             try:
-                told = json.loads(line)
+                told = json_of(line)
                 applied = Applied(**{name: told[name] for name in Applied.__slots__})
             except (ValueError, KeyError, TypeError):
                 continue

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import secrets
 import socket
 import struct
 from collections.abc import Mapping, Sequence
@@ -21,13 +22,17 @@ from typing import Any, final
 import torch
 
 from shoal.errors import CommunicationError
+from shoal.limits import json_of
 
 __all__ = ["Channel", "Head", "ServerError", "connect"]
 
 Head = Mapping[str, Any]
 
 _LENGTHS = struct.Struct("<IQ")
-_LARGEST_HEAD = 1 << 24
+_LARGEST_HEAD = 1 << 24  # bytes
+_LARGEST_BODY = 1 << 38
+_NONCE = 32  # bytes of a random number, and of a proof
+_PATIENCE = 10.0  # seconds for the other end to prove that it knows the token
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 
 
@@ -79,12 +84,15 @@ class Channel:
             ServerError: What comes is no message.
         """
         length, bytes = _LENGTHS.unpack(self._take(_LENGTHS.size))
-        if length > _LARGEST_HEAD:
+        if length > _LARGEST_HEAD or bytes > _LARGEST_BODY:
             raise ServerError("a connection to a parameter server carries something else than its messages")
-        head: dict[str, Any] = json.loads(bytearray(self._take(length)))
+        head: dict[str, Any] = json_of(bytearray(self._take(length)))
         body = None if into is None else into.detach().view(-1).view(torch.uint8)
         if body is None or len(body) != bytes:
-            body = torch.empty(bytes, dtype=torch.uint8)
+            try:
+                body = torch.empty(bytes, dtype=torch.uint8)
+            except RuntimeError as error:
+                raise ServerError(f"there is no memory for a message of {bytes} bytes") from error
         self._fill(_memory_of(body))
         return head, body
 
@@ -114,17 +122,36 @@ class Channel:
         self._socket.close()
 
     def require(self, token: str) -> bool:
-        """Return whether the first message of the other end has this token; close the connection if not."""
+        """Return whether the other end proves that it knows the token; close the connection if not.
+
+        This end sends 32 random bytes; the other sends 32 of its own and its proof, and gets this end's. A
+        proof is HMAC-SHA256, under the token, of the end's name and all 64 bytes: the token is never sent.
+        """
         try:
-            length, bytes = _LENGTHS.unpack(self._take(_LENGTHS.size))
-            if length <= 4096 and not bytes:
-                given = json.loads(bytearray(self._take(length)))
-                if isinstance(given, dict) and hmac.compare_digest(str(given.get("token")), token):
-                    return True
-        except (OSError, ValueError):
+            self.limit(_PATIENCE)
+            mine = secrets.token_bytes(_NONCE)
+            self._socket.sendall(mine)
+            theirs, proof = bytes(self._take(_NONCE)), bytes(self._take(_NONCE))
+            if hmac.compare_digest(proof, _proof(token, b"worker", mine + theirs)):
+                self._socket.sendall(_proof(token, b"server", mine + theirs))
+                self._socket.settimeout(None)
+                return True
+        except OSError:
             pass
         self.close()
         return False
+
+    def prove(self, token: str) -> None:
+        """Do the other end's part of `require`.
+
+        Raises:
+            OSError: The other end is gone, or closed the connection because it has another token.
+            ServerError: The other end does not know the token.
+        """
+        theirs, mine = bytes(self._take(_NONCE)), secrets.token_bytes(_NONCE)
+        self._socket.sendall(mine + _proof(token, b"worker", theirs + mine))
+        if not hmac.compare_digest(bytes(self._take(_NONCE)), _proof(token, b"server", theirs + mine)):
+            raise ServerError("what listens at the address of a parameter server is none of this training")
 
     def _send_all(self, parts: list[memoryview]) -> None:
         while parts:
@@ -147,6 +174,10 @@ class Channel:
             memory = memory[received:]
 
 
+def _proof(token: str, end: bytes, both: bytes) -> bytes:
+    return hmac.digest(token.encode(), end + both, "sha256")
+
+
 def _memory_of(tensor: torch.Tensor) -> memoryview:
     array: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
     return memoryview(array)
@@ -161,10 +192,15 @@ def connect(address: tuple[str, int], token: str, timeout: float) -> Channel:
         timeout: Seconds to wait for the connection.
 
     Raises:
-        OSError: It cannot be reached.
+        OSError: It cannot be reached, or has another token.
+        ServerError: It does not know the token.
     """
     connected = socket.create_connection(address, timeout=timeout)
-    connected.settimeout(None)
     channel = Channel(connected)
-    channel.send({"token": token})
+    try:
+        channel.prove(token)
+    except BaseException:
+        channel.close()
+        raise
+    connected.settimeout(None)
     return channel

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from shoal.limits import json_of
 from shoal.lines import bounded_lines
 
 __all__ = ["ClockFit", "OneClock", "Origin", "Tie", "fit", "read_ties", "tie_line"]
@@ -113,10 +114,10 @@ def read_ties(directory: str | os.PathLike[str]) -> list[Tie]:
     for path in sorted(Path(directory).glob("clock-*.jsonl")):
         for line in bounded_lines(path):
             try:
-                fields = json.loads(line)
+                fields = json_of(line)
                 times = (fields["monotonic_ns"], fields["reference_monotonic_ns"], fields["error_ns"])
                 ties.append(Tie(str(fields["host"]), str(fields["reference"]), *map(int, times)))
-            except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
+            except (KeyError, TypeError, ValueError, OverflowError):
                 continue
     return ties
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError
+from shoal.limits import json_of
 from shoal.lines import bounded_lines
 from shoal.timeline.clocks import OneClock, Origin, read_ties
 from shoal.timeline.lines import FORMAT, header_line, parse_span, span_line
@@ -147,8 +147,8 @@ def _parts(path: Path) -> list[_Part]:
     torn: int | None = None
     for number, line in enumerate(bounded_lines(path), start=1):
         try:
-            fields = json.loads(line)
-        except (ValueError, RecursionError):
+            fields = json_of(line)
+        except ValueError:
             _refuse(path, torn)
             torn = number
             continue

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,6 +18,7 @@ from pydantic import (
 
 from shoal.data import DataConfig
 from shoal.errors import ConfigError
+from shoal.limits import CONFIGURATION, read_limited, toml_of
 from shoal.models import ALL_LINEAR
 from shoal.train.key_guess import guess_key
 from shoal.train.record_config import RecordConfig
@@ -232,6 +232,10 @@ class TrainConfig(Section):
     """Folder for the files of a Plan with `offload`, best on a fast local disk of each host; by default the
     run's directory. The files have no names there, and their space is free again when the run ends.
     """
+    compare_replicas: int = Field(default=100, ge=0)
+    """Steps between comparisons of the bits that replicas hold, which find a rank whose memory or device is
+    faulty; 0 for none. They are compared before each save too.
+    """
     timeout: float = Field(default=600.0, gt=0, le=10_000_000)
     """Seconds after which a collective fails if not all ranks have joined it."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -295,14 +299,14 @@ def describe_config(config: TrainConfig) -> str:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+        return toml_of(read_limited(file, CONFIGURATION))
     except OSError as error:
         raise ConfigError(
             f"the configuration {file} cannot be read: {error.strerror}",
             possible="a TOML file",
             change="correct the path",
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise ConfigError(
             f"the configuration {file} is not TOML: {error}",
             possible='lines such as model = "tiny", and sections such as [optimizer]',
@@ -312,8 +316,8 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return toml_of(f"value = {text}".encode())["value"]
+    except ValueError:
         return text.strip()
 
 

@@ -122,6 +122,7 @@ class Execution:
             on_decision=self._take_decision,
             held_out=HeldOut(self._validation, functions={"accuracy": accuracy}),
             servers=self._servers,
+            compare_replicas=self._config.compare_replicas,
             offload_folder=offload_folder(self._config, job.path),
         )
         self._workers = self._trainer.workers

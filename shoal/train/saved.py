@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 
 from shoal.checkpoint import Coordinator, Piece, Spread, attempt_together
-from shoal.parallel import Parallel, title_of
+from shoal.parallel import Parallel, Replicas, title_of
 from shoal.train.portable import load_training, training_to_save
 from shoal.train.randomness import begin_anew, random_state, set_random_state
 from shoal.train.state import optimizer_pieces, pieces_of_replica, pieces_to_save
@@ -25,6 +25,7 @@ class SavedTraining:
         parallel: The model.
         optimizer: The optimizer as it was made: later changes of its groups' settings are saved.
         coordinator: All ranks.
+        replicas: Compares replicas before they are saved.
         plan: The Plan's text, as checkpoints record it; equal text on equal ranks means an equal layout.
         seed: The run's seed.
 
@@ -37,6 +38,7 @@ class SavedTraining:
         parallel: Parallel,
         optimizer: torch.optim.Optimizer,
         coordinator: Coordinator,
+        replicas: Replicas,
         *,
         plan: str,
         seed: int,
@@ -47,12 +49,14 @@ class SavedTraining:
         self._seed = seed
         self._coordinator = coordinator
         self.spread: Spread | None = None
+        self._replicas = replicas
         self._settings = _settings_of(optimizer)
 
     def to_save(
         self, directory: Path, step: int, state: Mapping[str, Any]
     ) -> tuple[list[Piece], dict[str, Any]]:
-        """See `Source.to_save`."""
+        """See `Source.to_save`; replicas that differ are an error as in `Replicas`."""
+        self._replicas.compare_to_save(step)
         return training_to_save(
             f"cannot save step {step} in {directory}",
             self._parallel,

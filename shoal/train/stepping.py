@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import final
 
-from shoal.parallel import Parallel
+from shoal.parallel import Parallel, Replicas
 from shoal.parallel.optimizer.norm import GradientNorm
 from shoal.record import Recorder
 from shoal.timeline import Kind
@@ -53,6 +53,7 @@ class Stepping:
         rates: Sets learning rates.
         buffers: The buffers that steps change.
         recorder: Recorder of spans.
+        replicas: Compares replicas, before the optimizer changes them.
         synchronises_buffers: Whether buffers that steps change are averaged over the ranks after each.
     """
 
@@ -63,6 +64,7 @@ class Stepping:
     rates: RateCourse
     buffers: ChangingBuffers
     recorder: Recorder
+    replicas: Replicas
     synchronises_buffers: bool
 
     def make(self, steps: int, position: int, *, stop: bool = False) -> Made:
@@ -72,6 +74,9 @@ class Stepping:
             steps: Steps of the training before it.
             position: Position of its first sample in all data.
             stop: Whether this rank was asked to stop.
+
+        Raises:
+            ReplicaError: Replicas hold different bits; see `Replicas`.
         """
         began = time.perf_counter()
         turn = self.workers.begin(steps, position)
@@ -81,6 +86,7 @@ class Stepping:
         with self.recorder.step(turn.step + 1):
             passed = self.passes.run(turn.position, stop=stop)
             self.workers.average(passed)
+            self.replicas.compare_if_due(turn.step)
             with self.recorder.span(Kind.OPTIMIZER):
                 norm = self.parallel.measure_gradient()
                 is_finite = self.update.make(passed.loss, norm.whole)

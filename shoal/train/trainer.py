@@ -16,7 +16,7 @@ from shoal.checkpoint import Coordinator, ProcessGroupCoordinator, SingleProcess
 from shoal.collectives import keep_freed_memory
 from shoal.data import Loader, as_samples
 from shoal.models import Transformer
-from shoal.parallel import Batch, Parallel, own_device, parallelize
+from shoal.parallel import Batch, Parallel, Replicas, own_device, parallelize
 from shoal.parallel.compiled import compiled
 from shoal.parallel.device_memory import limit_logits
 from shoal.plan import Plan, SettledPlan
@@ -86,6 +86,7 @@ class Trainer:
         sequence: Tokens of a sample; with it, pipeline stages are cut so that activations fit the devices.
         workers: Processes that prepare data on this rank; see `shoal.data.open_feed`.
         synchronise_buffers: Whether buffers that steps change are averaged over the ranks after each.
+        compare_replicas: Steps between comparisons of replicas' bits (`shoal.parallel.replicas`); 0 for none.
         servers: The parameter servers of the Plan. The ranks are then those of one worker.
         run: A directory for a Run that `shoal report` explains; a recorder of its own comes with it.
         offload_folder: Folder for the files of a Plan with `offload`; by default `run`.
@@ -129,6 +130,7 @@ class Trainer:
         sequence: int | None = None,
         workers: int = 0,
         synchronise_buffers: bool = False,
+        compare_replicas: int = 100,
         servers: Servers | None = None,
         run: Path | str | None = None,
         on_step: Callable[[StepResult], object] | None = None,
@@ -180,18 +182,13 @@ class Trainer:
         axes, number = self.parallel.axes, of_all // batch
         self.workers = Workers(self.optimizer, number, steps, batch, axes=axes, seed=seed)
         text = str(self.plan if servers is None else whole)
-        self.saved = SavedTraining(self.parallel, self.optimizer, self.coordinator, plan=text, seed=seed)
+        replicas = Replicas(self.parallel, compare_replicas)
+        laid_out = self.parallel, self.optimizer, self.coordinator, replicas
+        self.saved = SavedTraining(*laid_out, plan=text, seed=seed)
         self.saves = Saves(self.saved, self._listeners.saved, self._recorder, self.coordinator)
         microbatch = self.plan.microbatch
-        self._passes = Passes(
-            self.parallel,
-            self._loader,
-            self._reader,
-            self._recorder,
-            microbatch=microbatch,
-            workers=workers,
-            device=self._device,
-        )
+        inputs = self.parallel, self._loader, self._reader, self._recorder
+        self._passes = Passes(*inputs, microbatch=microbatch, workers=workers, device=self._device)
         update = Update(self.parallel, self.optimizer, self.config.clip)
         self._stepping = Stepping(
             self.parallel,
@@ -201,6 +198,7 @@ class Trainer:
             RateCourse(self.optimizer, self.config, steps=steps, batch=of_all, schedule=schedule),
             ChangingBuffers(self.parallel.module),
             self._recorder,
+            replicas,
             synchronise_buffers,
         )
         self._explainer = Explainer(self.parallel, self._loader, names, microbatch)
@@ -242,6 +240,7 @@ class Trainer:
         Raises:
             TrainingError: More steps in a row were skipped than `optimizer.skip` allows. The step counts as
                 skipped nevertheless: a state saved now goes on after it.
+            ReplicaError: Replicas hold different bits.
             RunError: The directory of the Run holds a run, and no checkpoint of it was loaded.
         """
         self._listeners.begin_step()

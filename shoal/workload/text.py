@@ -11,6 +11,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from shoal.errors import ModelError
+from shoal.limits import json_of
 from shoal.workload.operation import Attention, Keep, Operation, Part, Pass, Product, Saved
 from shoal.workload.workload import Block, Parameters, Workload
 
@@ -43,7 +44,7 @@ def from_json(text: str) -> Workload:
         ModelError: The text is not one.
     """
     try:
-        read = json.loads(text)
+        read = json_of(text)
         if read.pop("format") != _FORMAT:
             raise ValueError("another format")
         blocks = [_block(each) for each in read.pop("blocks")]

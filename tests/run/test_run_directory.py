@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,22 @@ def test_a_created_run_opens_with_its_description(tmp_path: Path) -> None:
 
 def test_an_empty_directory_may_become_a_run(tmp_path: Path) -> None:
     assert Run.create(tmp_path, DESCRIPTION).description == DESCRIPTION
+
+
+def test_only_the_owner_enters_a_new_run_and_a_directory_that_was_there_keeps_its_mode(
+    tmp_path: Path,
+) -> None:
+    new, given = tmp_path / "runs" / "new", tmp_path / "given"
+    given.mkdir()
+    given.chmod(0o750)
+    before = os.umask(0o022)
+    try:
+        Run.create(new, DESCRIPTION)
+        Run.create(given, DESCRIPTION)
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (new, given, new / "run.json")}
+    assert modes == {"new": 0o700, "given": 0o750, "run.json": 0o644}
 
 
 def test_a_directory_that_holds_something_is_left_as_it_is(tmp_path: Path) -> None:

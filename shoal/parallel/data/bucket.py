@@ -242,6 +242,7 @@ class Bucket:
                     local,
                     cut,
                     self.family.is_first,
+                    self.family,
                     self.family.mesh,
                 )
             )

@@ -1,0 +1,184 @@
+"""A store whose values only those can read or write who know a secret: for several hosts.
+
+torch's store asks for no password. Whoever reaches its port can read what ranks tell each other there, among
+it the secrets of their groups, and write values of its own. A sealed store encrypts each value and signs it
+together with its key, so that a stranger's value, or one that was moved to another key, is refused.
+
+    value in the store     nonce (16 bytes) | content XOR keystream | HMAC-SHA256 (32 bytes)
+    keystream              HMAC-SHA256(encryption key, nonce | number of the block), block after block
+    signature              HMAC-SHA256(signing key, length of the key, key, nonce, encrypted content)
+
+Both keys are derived from the secret. Counters (`add`) stay plain, since the store itself adds: a stranger
+can disturb them, delete values, or bring back an older value of the same key, and so stop a training; it
+cannot read or choose a value. The secret must be new for each training, or values of an earlier one could
+come back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, final
+
+from torch._C._distributed_c10d import Store
+
+from shoal.errors import CommunicationError, ConfigError
+
+__all__ = ["SECRET_FILE", "SealedStore", "read_secret"]
+
+SECRET_FILE = "SHOAL_SECRET_FILE"
+"""Environment variable: a file with the secret of a training on several hosts, equal on all of them."""
+
+_LEAST, _MOST = 32, 4096  # bytes of a secret
+_NONCE = 16  # bytes
+_SIGNATURE = 32
+
+
+def read_secret(environment: Mapping[str, str] = os.environ) -> bytes | None:
+    """Return the secret of a training; None if it has none.
+
+    Raises:
+        ConfigError: The file cannot be read, others may read it, or it is too short or too long.
+    """
+    name = environment.get(SECRET_FILE)
+    if not name:
+        return None
+    possible = f"a file of {_LEAST} to {_MOST} bytes that its owner alone can read"
+    try:
+        with Path(name).open("rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            secret = file.read(_MOST + 1)
+    except OSError as error:
+        raise ConfigError(
+            f"{SECRET_FILE}={name} cannot be read: {error.strerror}",
+            possible=possible,
+            change="make one with: (umask 077; head -c 32 /dev/urandom > FILE), and copy it to each host",
+        ) from None
+    if mode & 0o077:
+        raise ConfigError(
+            f"{SECRET_FILE}={name} has the mode {mode:04o}, so that others can read it",
+            possible=possible,
+            change=f"make a new secret with: (umask 077; head -c 32 /dev/urandom > {name})",
+        )
+    if not _LEAST <= len(secret) <= _MOST:
+        raise ConfigError(
+            f"{SECRET_FILE}={name} has {len(secret) if len(secret) <= _MOST else f'more than {_MOST}'} bytes",
+            possible=possible,
+            change=f"make a new secret with: (umask 077; head -c 32 /dev/urandom > {name})",
+        )
+    return secret
+
+
+@final
+class SealedStore(Store):
+    """A store that keeps sealed values in another one.
+
+    Args:
+        inner: The store that holds them.
+        secret: The secret that all ranks know.
+    """
+
+    def __init__(self, inner: Store, secret: bytes) -> None:
+        super().__init__()
+        self._inner: Any = inner  # torch's stubs know no stores of bytes
+        self._encryption = hmac.digest(secret, b"shoal store: encryption", "sha256")
+        self._signing = hmac.digest(secret, b"shoal store: signature", "sha256")
+
+    @property
+    def host(self) -> str:
+        """The host of the store that holds the values."""
+        return str(getattr(self._inner, "host", ""))
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set a value."""
+        self._inner.set(key, self._seal(key, value))
+
+    def get(self, key: str) -> bytes:
+        """Return a value; wait for it.
+
+        Raises:
+            CommunicationError: Somebody without the secret wrote it.
+        """
+        return self._open(key, self._inner.get(key))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        """Set a value if the present one is expected, or absent and "" is expected; return the present one.
+
+        What is sealed differs each time, so this reads, compares, and lets the store replace what was read.
+        """
+        wanted = expected.encode() if isinstance(expected, str) else bytes(expected)
+        present = self._inner.get(key) if self._inner.check([key]) else b""
+        if present and self._open(key, present) != wanted:
+            return self._open(key, present)
+        if not present and wanted:
+            return wanted
+        told = self._inner.compare_set(key, present, self._seal(key, desired))
+        return self._open(key, told)
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter, which is not sealed; return it."""
+        return int(self._inner.add(key, amount))
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a value; return whether it was there."""
+        return bool(self._inner.delete_key(key))
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all keys are there."""
+        return bool(self._inner.check(keys))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Wait until all keys are there."""
+        if timeout is None:
+            self._inner.wait(keys)
+        else:
+            self._inner.wait(keys, timeout)
+
+    def num_keys(self) -> int:
+        """Return the number of keys."""
+        return int(self._inner.num_keys())
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the time limit of later calls."""
+        self._inner.set_timeout(timeout)
+
+    @property
+    def timeout(self) -> timedelta:
+        """The time limit of calls."""
+        limit: timedelta = self._inner.timeout
+        return limit
+
+    def _seal(self, key: str, value: str | bytes | Any) -> bytes:
+        content = value.encode() if isinstance(value, str) else bytes(value)
+        nonce = secrets.token_bytes(_NONCE)
+        hidden = self._mixed(nonce, content)
+        return nonce + hidden + self._signature(key, nonce + hidden)
+
+    def _open(self, key: str, sealed: bytes) -> bytes:
+        body, signature = sealed[:-_SIGNATURE], sealed[-_SIGNATURE:]
+        if len(body) < _NONCE or not hmac.compare_digest(signature, self._signature(key, body)):
+            raise CommunicationError(
+                f"the value {key!r} in the ranks' store was not written by who knows the secret of "
+                f"{SECRET_FILE}: a rank has another secret or none, or a stranger writes to the store"
+            )
+        return self._mixed(body[:_NONCE], body[_NONCE:])
+
+    def _signature(self, key: str, body: bytes) -> bytes:
+        name = key.encode()
+        return hmac.digest(self._signing, len(name).to_bytes(8, "little") + name + body, "sha256")
+
+    def _mixed(self, nonce: bytes, content: bytes) -> bytes:
+        """Return the content with the keystream: encrypted if it was plain, plain if it was encrypted."""
+        blocks = -(-len(content) // hashlib.sha256().digest_size)
+        stream = b"".join(
+            hmac.digest(self._encryption, nonce + number.to_bytes(8, "little"), "sha256")
+            for number in range(blocks)
+        )[: len(content)]
+        mixed = int.from_bytes(content, "little") ^ int.from_bytes(stream, "little")
+        return mixed.to_bytes(len(content), "little")

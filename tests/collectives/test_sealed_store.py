@@ -1,0 +1,99 @@
+"""Values of a sealed store: whoever lacks the secret can neither read them nor write some that are taken."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.distributed_c10d import PrefixStore
+
+from shoal.collectives.meeting_point import open_store
+from shoal.collectives.sealed_store import SealedStore, read_secret
+from shoal.errors import CommunicationError, ConfigError
+
+SECRET, OTHER = b"s" * 32, b"t" * 32
+
+
+@given(st.text(max_size=20), st.binary(max_size=300), st.data())
+def test_a_value_comes_back_and_a_changed_one_is_refused(key, value, data):
+    inner = dist.HashStore()
+    store = SealedStore(inner, SECRET)
+    store.set(key, value)
+    assert store.get(key) == value
+    kept = bytearray(inner.get(key))
+    if len(value) > 3:
+        assert value not in kept
+    kept[data.draw(st.integers(0, len(kept) - 1))] ^= data.draw(st.integers(1, 255))
+    inner.set(key, bytes(kept))
+    with pytest.raises(CommunicationError, match="SHOAL_SECRET_FILE"):
+        store.get(key)
+
+
+def test_values_of_strangers_of_other_keys_and_of_other_secrets_are_refused():
+    inner = dist.HashStore()
+    store = SealedStore(inner, SECRET)
+    store.set("a", "value")
+    inner.set("b", inner.get("a"))
+    inner.set("c", "plain")
+    SealedStore(inner, OTHER).set("d", "value")
+    for key in "bcd":
+        with pytest.raises(CommunicationError, match=f"the value '{key}'"):
+            store.get(key)
+    store.set("e", "value")
+    assert inner.get("a") != inner.get("e")
+    assert store.compare_set("f", "", "first") == b"first"
+    assert store.compare_set("f", "", "second") == b"first"
+    assert store.compare_set("f", "first", "third") == b"third"
+    assert store.get("f") == b"third"
+
+
+def test_a_secret_that_others_can_read_or_that_is_short_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    environment = {"SHOAL_SECRET_FILE": str(path)}
+    assert read_secret({}) is None
+    for content, mode, told in [
+        (None, 0, "cannot be read"),
+        (SECRET, 0o640, "others can read it"),
+        (b"short", 0o600, "has 5 bytes"),
+        (bytes(5000), 0o600, "has more than 4096 bytes"),
+    ]:
+        if content is not None:
+            path.write_bytes(content)
+            path.chmod(mode)
+        with pytest.raises(ConfigError, match=told):
+            read_secret(environment)
+    path.write_bytes(SECRET)
+    assert read_secret(environment) == SECRET
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def sum_over(backend: str, port: int, secret: str) -> float:
+    """Form a group of these ranks over a store with a secret, and sum their numbers."""
+    rank, ranks, limit = dist.get_rank(), dist.get_world_size(), timedelta(seconds=30)
+    dist.destroy_process_group()
+    store = open_store(("127.0.0.1", port), rank, ranks, limit, {"SHOAL_SECRET_FILE": secret})
+    assert isinstance(store, SealedStore)
+    dist.init_process_group(
+        backend, store=PrefixStore("default", store), rank=rank, world_size=ranks, timeout=limit
+    )
+    total = torch.tensor([float(rank + 1)])
+    dist.all_reduce(total, group=dist.new_group([0, 1]))
+    return float(total)
+
+
+@pytest.mark.parametrize("backend", ["shoal", "gloo"])
+def test_groups_form_over_a_sealed_store(ranks, backend, tmp_path):
+    (tmp_path / "secret").write_bytes(SECRET)
+    (tmp_path / "secret").chmod(0o600)
+    assert ranks.run(sum_over, 2, backend, free_port(), str(tmp_path / "secret")) == [3.0, 3.0]
