@@ -98,13 +98,12 @@ class Execution:
         look_at_host(self._run, world, unit=begins, replaces_ranks=membership is not None)
         self._alive = AliveLock(self._run.alive_file) if self._is_first else None
         self._time = TimeAccount(self._run, job.launched, job.processes, self._is_first, self._take_account)
-        marks, record, number = Marks(), self._config.record, self._number
+        marks, record, number, run = Marks(), self._config.record, self._number, self._run
         first, say = number - world.rank, self._live.say
         self._recorder = open_run_recorder(record, self._run, number, first, device, marks, say)
         self._clocks = self._compare_clocks()
         self._profiling = open_profiling(record, self._run, number, device, marks, self._say)
-        memory = self._run.memory_file(self._number) if self._config.record.memory else None
-        self._memory = MemoryRecord(memory, self._number, self._say)
+        self._memory = MemoryRecord(run.memory_file(number) if record.memory else None, number, self._say)
         self._validation = corpus.samples("validation", self._config.sequence)
         self._trainer = Trainer(
             model,
