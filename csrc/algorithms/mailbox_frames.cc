@@ -198,6 +198,12 @@ void Mailbox::begin(int peer, Incoming& in) {
   Correspondent& from = with(peer);
   const Header& header = in.header;
   from.credit += header.returned;
+  if (header.kind == Header::Kind::eager && header.bytes >= eager_elsewhere) {  // memory is made for it unasked
+    throw Failure(Code::system, peer, "rank " + std::to_string(peer) + " sent more than it may without asking");
+  }
+  if (header.kind == Header::Kind::offered && !peers_.is_here(peer)) {
+    throw Failure(Code::system, peer, "rank " + std::to_string(peer) + " offers memory of another host");
+  }
   if (header.kind == Header::Kind::content) {
     const auto found = from.awaited.find(header.number);
     if (found == from.awaited.end()) return;
