@@ -27,7 +27,7 @@ constexpr size_t piece_bytes = 64 * 1024;
 struct Lane {
   int peer = -1;
   int rank = -1;  // of the peer, in the group
-  std::string name;  // the rank as a text
+  std::string name = {};  // the rank as a text
   bool is_sending = false;
   int step = no_step;  // the current one; no_step: all are done
   int last = no_step;
