@@ -132,7 +132,9 @@ def test_adapters_change_in_a_hugging_face_model_s_work_what_they_change_in_torc
     assert traced_kept[0] - traced_kept[1] == kept - less_kept
     attention = 3 * sum(each.flop for piece in before.pieces for each in piece.attentions)
     found, expected = (2 * (each.training_flop - attention) for each in (after, before))
-    assert expected == flop  # torch does not count attention on CPUs
+    # torch does not count attention on CPUs, nor, in older releases, the product that gives the rotary angles.
+    angles = 2 * 2 * 8 * (config.hidden_size // config.num_attention_heads // 2)
+    assert expected - flop in (0, angles)
     read = sum(
         each.flop for each in after.layers[0].operations if each.name in ("q_proj", "k_proj", "v_proj")
     )
