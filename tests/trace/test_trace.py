@@ -141,7 +141,7 @@ def test_adapters_change_in_a_hugging_face_model_s_work_what_they_change_in_torc
     added = sum(each.flop for each in after.layers[0].operations if each.name == "lora_A")
     assert (
         2 * read < found - hidden - less_flop <= 2 * (read + added)
-    )  # the gradient of the first layer's input
+    )  # of the first input
 
 
 def counted(model):
