@@ -139,9 +139,7 @@ def test_adapters_change_in_a_hugging_face_model_s_work_what_they_change_in_torc
         each.flop for each in after.layers[0].operations if each.name in ("q_proj", "k_proj", "v_proj")
     )
     added = sum(each.flop for each in after.layers[0].operations if each.name == "lora_A")
-    assert (
-        2 * read < found - hidden - less_flop <= 2 * (read + added)
-    )  # of the first input
+    assert 2 * read < found - hidden - less_flop <= 2 * (read + added)  # of the first input
 
 
 def counted(model):
