@@ -49,7 +49,12 @@ from shoal.record import Marks, NullRecorder, exchange_clocks
 from shoal.run import Run
 from shoal.train.live import LiveLine
 from shoal.train.record_config import RecordConfig
-from shoal.train.recording import open_loggers, open_profiling, open_run_recorder
+from shoal.train.recording import (
+    open_destinations,
+    open_loggers,
+    open_profiling,
+    open_run_recorder,
+)
 
 STATES = ("off", "on", "on, watched")
 _SETTLE = 12
@@ -104,7 +109,8 @@ class _Observed:
         marks = Marks()
         self.recorder = open_run_recorder(config, run, rank, 0, cpu, marks, say)
         self._stack.callback(self.recorder.close)
-        self._loggers = open_loggers(config, run, rank == 0, say)
+        destinations = open_destinations(config, run, rank == 0, say)
+        self._loggers = open_loggers(run, destinations, rank == 0, say)
         self._stack.callback(self._loggers.close)
         self.profiling = open_profiling(config, run, rank, cpu, marks, say)
         self._stack.callback(self.profiling.close)
