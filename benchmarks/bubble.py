@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from stragglers_real import Sleeps
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -39,30 +40,6 @@ SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
 _UNEVEN = (1.0, 1.4, 0.8, 1.2, 0.6, 1.0, 1.3, 0.7)
 _MICROBATCHES = 8
 _TARGET = 2.0  # points
-
-
-class Sleeps(torch.autograd.Function):
-    """Pass values on, and sleep in forward and in backward.
-
-    Attributes:
-        slept: Seconds of the last backward of this process.
-    """
-
-    slept = 0.0
-
-    @staticmethod
-    def forward(ctx: Any, values: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
-        """Sleep, and return the values."""
-        ctx.seconds = backward
-        time.sleep(forward)
-        return values.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Sleep, and return the gradient."""
-        time.sleep(ctx.seconds)
-        Sleeps.slept = ctx.seconds
-        return gradient, None, None
 
 
 class Stage(nn.Module):

@@ -47,7 +47,13 @@ _METHODS: dict[Cause, tuple[type, str]] = {
 
 
 class Sleeps(torch.autograd.Function):
-    """Pass values on, and sleep in forward and backward for the given seconds."""
+    """Pass values on, and sleep in forward and backward for the given seconds.
+
+    Attributes:
+        slept: Seconds of the last backward of this process.
+    """
+
+    slept = 0.0
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
@@ -60,6 +66,7 @@ class Sleeps(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         """Sleep, and return the gradient."""
         time.sleep(ctx.seconds)
+        Sleeps.slept = ctx.seconds
         return gradient, None, None
 
 

@@ -13,8 +13,8 @@ class Call {
  public:
   Call() = default;
   explicit Call(uint64_t word) : word_(word) {}
-  // The type and the reduction count only if the collective reduces. Of `bytes` the lower 35 bits count, of `root` the
-  // lower 16.
+  // The type and the reduction count only if the collective reduces. The word holds the lower 35 bits of `bytes` and the
+  // lower 16 of `root`.
   Call(Collective collective, Dtype dtype, Reduction reduction, int root, size_t bytes);
 
   uint64_t word() const { return word_; }

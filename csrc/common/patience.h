@@ -33,8 +33,8 @@ inline void pause_briefly() {
 struct alignas(64) Flag {
   std::atomic<uint32_t> value{0};
   std::atomic<uint32_t> sleepers{0};
-  // In the same cache line, so that they cost those nothing who look at the value: words for even and odd values. Who
-  // sets the value writes its word before.
+  // Two words, for even and for odd values. They are in the value's cache line, so reading them too costs nothing. The
+  // writer stores a value's word before the value.
   uint64_t words[2] = {0, 0};
 
   void set(uint32_t to) {

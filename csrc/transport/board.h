@@ -5,8 +5,8 @@
 // that tick. There are two of each, for even and odd ticks: a rank writes those of tick t + 1 only after it saw the
 // flags of all ranks at t, and a rank raises its flag to t after it has read the data of t - 1.
 //
-// With each tick a rank tells which call it is of. Ranks whose calls differ would take each other's data for what it is
-// not, and go on with it; so they fail instead.
+// With each tick a rank tells which call the tick belongs to. Ranks whose calls differ would use data of another call and
+// go on, so they fail instead.
 #pragma once
 
 #include <sys/types.h>
@@ -120,11 +120,11 @@ class Board {
     flag.set(++tick_);
   }
 
-  // The call that the next ticks are of.
+  // Names the call that the next ticks belong to.
   void begin(Call call) { call_ = call; }
 
   // Whether the others have published this rank's last tick too; then functions that wait for it, for all ranks or for
-  // one. All throw Failure(Code::mismatch) if the tick of another rank is of another call.
+  // one. All throw Failure(Code::mismatch) if the tick of another rank belongs to another call.
   bool all_published();
   void await_all(const Patience&, const Alarm&, const Deadline&);
   void await(int index, const Patience&, const Alarm&, const Deadline&) const;

@@ -18,9 +18,9 @@ _LEAST_SHARE = 0.9
 def pairs(first: Sequence[float], second: Sequence[float]) -> list[tuple[int, int]]:
     """Return for each step of the run with fewer steps the next step that the other run began.
 
-    The next, and not the nearest: which one is nearest depends on how long steps take, and so would what is
-    measured. The list is empty if the runs were not side by side, which is if less than nine tenths of the
-    steps have a partner within two steps.
+    The nearest step would not do: which one is nearest depends on how long steps take, so that the choice
+    would change what is measured. The list is empty if less than nine tenths of the steps have a partner
+    within two steps: then the runs were not side by side.
 
     Args:
         first: When the steps of one run began, in seconds, ascending.

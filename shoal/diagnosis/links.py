@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-from shoal.diagnosis.cause import Cause, Pattern
 from shoal.diagnosis.own_work import OwnWork
 from shoal.diagnosis.policy import Policy
 from shoal.diagnosis.series import errors_from_zero
@@ -166,18 +165,9 @@ def _link(
     groups = sorted({each.group for each in slow})
     operation, nbytes, _, _ = worst.kind
     named = f"rank {ranks[0]}" if len(ranks) == 1 else f"one of the ranks {', '.join(map(str, ranks))}"
-    return Straggler(
-        ranks=ranks,
-        cause=Cause.LINK,
-        pattern=Pattern.PERSISTENT,
-        period=None,
-        seconds=seconds,
-        held_up=seconds,
-        share=seconds / wall,
-        steps=tuple(steps),
-        phases={str(Cause.LINK): seconds},
-        evidence=f"{operation} of {format_bytes(nbytes)} among ranks {', '.join(map(str, worst.group))} "
+    evidence = (
+        f"{operation} of {format_bytes(nbytes)} among ranks {', '.join(map(str, worst.group))} "
         f"takes {worst.ratio:.3g} times as long {worst.against}, after all have arrived. "
-        f"{len(groups)} slow group{'s' * (len(groups) > 1)}: the link of {named}.",
-        advice="Measure the link with `shoal probe` on both hosts, and look at its cable, port and driver.",
+        f"{len(groups)} slow group{'s' * (len(groups) > 1)}: the link of {named}."
     )
+    return Straggler.of_link(ranks, seconds, wall, steps, evidence)

@@ -20,7 +20,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-from shoal.diagnosis.cause import Cause, Pattern
 from shoal.diagnosis.own_work import OwnWork
 from shoal.diagnosis.policy import Policy
 from shoal.diagnosis.series import errors_from_zero
@@ -135,22 +134,12 @@ def _slow(
         where = f"the cable of rank {ranks[0]}, or its host, both ways"
     else:
         where = f"the link from rank {first} to rank {last}"
-    return Straggler(
-        ranks=ranks,
-        cause=Cause.LINK,
-        pattern=Pattern.PERSISTENT,
-        period=None,
-        seconds=seconds,
-        held_up=seconds,
-        share=seconds / wall,
-        steps=tuple(judged),
-        phases={str(Cause.LINK): seconds},
-        evidence=f"{operation} of {format_bytes(nbytes)} goes round a ring of ranks "
-        f"{', '.join(map(str, group))}. Rank {last} ends {median(apart) * 1e3:.3g} ms after rank {first}, of "
-        f"{ends[last] * 1e3:.3g} ms, as it does if {where} takes {1 / max(1 - lost, 0.01):.2g} times as long "
-        "as the others.",
-        advice="Measure the link with `shoal probe` on both hosts, and look at its cable, port and driver.",
+    evidence = (
+        f"{operation} of {format_bytes(nbytes)} goes round a ring of ranks {', '.join(map(str, group))}. "
+        f"Rank {last} ends {median(apart) * 1e3:.3g} ms after rank {first}, of {ends[last] * 1e3:.3g} ms, as "
+        f"it does if {where} takes {1 / max(1 - lost, 0.01):.2g} times as long as the others."
     )
+    return Straggler.of_link(ranks, seconds, wall, judged, evidence)
 
 
 def _between(group: tuple[int, ...], first: int, last: int) -> tuple[int, ...]:

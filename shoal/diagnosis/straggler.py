@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
+from typing import Self
 
 from shoal.diagnosis.cause import PHASES, Cause, Pattern
 from shoal.diagnosis.late_steps import LateSteps, late_steps
@@ -46,6 +47,34 @@ class Straggler:
     phases: Mapping[str, float]
     evidence: str
     advice: str
+
+    @classmethod
+    def of_link(
+        cls, ranks: tuple[int, ...], seconds: float, wall: float, steps: Sequence[int], evidence: str
+    ) -> Self:
+        """Return the finding that a link is slow in all judged steps.
+
+        Args:
+            ranks: The ranks that may be at its ends.
+            seconds: Seconds a step that it costs.
+            wall: Seconds of a step.
+            steps: The judged steps.
+            evidence: What was measured, as a sentence.
+        """
+        return cls(
+            ranks=ranks,
+            cause=Cause.LINK,
+            pattern=Pattern.PERSISTENT,
+            period=None,
+            seconds=seconds,
+            held_up=seconds,
+            share=seconds / wall,
+            steps=tuple(steps),
+            phases={str(Cause.LINK): seconds},
+            evidence=evidence,
+            advice="Measure the link with `shoal probe` on both hosts, and look at its cable, port and "
+            "driver.",
+        )
 
 
 @dataclass(frozen=True, slots=True)

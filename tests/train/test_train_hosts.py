@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 
@@ -134,9 +135,9 @@ def test_without_the_host_that_leads_the_run_ends_with_the_cause(programs, tmp_p
         assert "--resume auto" in second.told
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("plan", ["shard=zero3", "dp=2,tp=2", "dp=2,pp=2"])
-def test_any_plan_goes_on_without_a_host(programs, tmp_path, tiny_run, plan):
+@contextlib.contextmanager
+def without_second_host(programs, tmp_path, tiny_run, plan):
+    """The cluster after its second host was killed, and the losses of one host that trained with the Plan."""
     at = f"127.0.0.1:{free_port()}"
     unbroken = trained_on_one_host(programs, tmp_path / "unbroken", tiny_run, 4, "--plan", plan)
     words = ["--plan", plan, "--set", "checkpoint.memory=1"]
@@ -147,22 +148,20 @@ def test_any_plan_goes_on_without_a_host(programs, tmp_path, tiny_run, plan):
         cluster.wait_for("faulty")
         cluster.go()
         assert first.end() == 0, cluster.told
+        yield cluster, unbroken
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("plan", ["shard=zero3", "dp=2,tp=2", "dp=2,pp=2"])
+def test_any_plan_goes_on_without_a_host(programs, tmp_path, tiny_run, plan):
+    with without_second_host(programs, tmp_path, tiny_run, plan) as (cluster, unbroken):
         require_equal(cluster, unbroken)
 
 
 @pytest.mark.long
 def test_local_updates_go_on_without_a_host(programs, tmp_path, tiny_run):
-    at = f"127.0.0.1:{free_port()}"
     plan = "exchange=local,every=2"
-    unbroken = trained_on_one_host(programs, tmp_path / "unbroken", tiny_run, 4, "--plan", plan)
-    words = ["--plan", plan, "--set", "checkpoint.memory=1"]
-    with Cluster(programs, tmp_path, tiny_run, "1:2", *words, ranks=2) as cluster:
-        first = cluster.start(at)
-        first.wait_for("this host leads")
-        cluster.start(at, fault="kill host", who="2")
-        cluster.wait_for("faulty")
-        cluster.go()
-        assert first.end() == 0, cluster.told
+    with without_second_host(programs, tmp_path, tiny_run, plan) as (cluster, unbroken):
         assert cluster.losses.keys() == unbroken.keys()
         # Half as many workers make other steps between two merges: a twentieth is wider than they differ.
         assert cluster.losses[12] == pytest.approx(unbroken[12], rel=0.05)
