@@ -22,11 +22,11 @@ from typing import Any, final
 
 from shoal.errors import CommunicationError
 from shoal.launch.elastic import member_environments
-from shoal.launch.fleet import BEAT, SILENCE
 from shoal.launch.gate import Gate, StoreDoor
 from shoal.launch.hosts import Meeting, surroundings
 from shoal.launch.launcher import END, listen_for
 from shoal.launch.link import Link, LinkBusyError, dial
+from shoal.launch.linked_hosts import BEAT, SILENCE
 from shoal.launch.local_ranks import LocalRanks
 from shoal.launch.members import WAIT
 from shoal.launch.membership import AFTER

@@ -22,9 +22,9 @@ from typing import Any
 from shoal.collectives.interface import interface_with
 from shoal.errors import CommunicationError, ConfigError, ShoalError
 from shoal.launch.elastic import member_environments
-from shoal.launch.fleet import Fleet, Host
 from shoal.launch.gate import Gate, store_service
 from shoal.launch.launcher import store_on_loopback
+from shoal.launch.linked_hosts import Host, LinkedHosts
 from shoal.launch.local_ranks import LocalRanks
 from shoal.launch.members import WAIT, Members
 from shoal.launch.membership import PEER
@@ -128,29 +128,29 @@ def lead(
         address = str(listening.getsockname()[0])
         own = Host(None, socket.gethostname(), address, meeting.ranks)
         told = {"job": job.hex(), "run": str(run), "ranks": world, "resumes": resumes, "leader": own.session}
-        fleet = Fleet(own, meeting.least, meeting.most, Path(folder), told, pump.end)
-        services = {"host": fleet.join, "store": store_service(store.port, pump, fleet.is_open)}
+        linked = LinkedHosts(own, meeting.least, meeting.most, Path(folder), told, pump.end)
+        services = {"host": linked.join, "store": store_service(store.port, pump, linked.is_open)}
         if memory is not None:
             services["files"] = files_service(memory)
         gate = Gate(listening, token, services)
         code, why = 1, ""
         print(f"shoal: this host leads; others join it at {address}:{gate.port}", file=sys.stderr, flush=True)
         try:
-            _wait_for_hosts(fleet, meeting, signals)
+            _wait_for_hosts(linked, meeting, signals)
             around = {**environment, **surroundings(address, gate.port, meeting)}
             given = member_environments(folder, own.numbers, world, store.port, around, nursery)
             with LocalRanks(command, given, run / "log", nursery) as local:
-                fleet.begin(local)
-                list(fleet.start_new(-1))
+                linked.begin(local)
+                list(linked.start_new(-1))
                 events = run / "members.jsonl"
                 stop = StopRequest(signals, meeting.grace)
-                code = Members(fleet, store, Path(folder), least, restarts, events, fleet).run(stop)
+                code = Members(linked, store, Path(folder), least, restarts, events, linked).run(stop)
             return code
         except ShoalError as error:
             code, why = error.exit_code, str(error)
             raise
         finally:
-            fleet.end(code, why)
+            linked.end(code, why)
             gate.close()
             pump.close()
 
@@ -174,7 +174,7 @@ def surroundings(address: str, port: int, meeting: Meeting) -> dict[str, str]:
     }
 
 
-def _wait_for_hosts(fleet: Fleet, meeting: Meeting, signals: list[Any]) -> None:
+def _wait_for_hosts(linked: LinkedHosts, meeting: Meeting, signals: list[Any]) -> None:
     """Wait until all hosts have come, or enough and no more for a while.
 
     Raises:
@@ -182,11 +182,11 @@ def _wait_for_hosts(fleet: Fleet, meeting: Meeting, signals: list[Any]) -> None:
     """
     began = last = time.monotonic()
     there = 1
-    while len(fleet.hosts) < meeting.most:
-        fleet.listen(_LOOK)
+    while len(linked.hosts) < meeting.most:
+        linked.listen(_LOOK)
         now = time.monotonic()
-        if len(fleet.hosts) != there:
-            there, last = len(fleet.hosts), now
+        if len(linked.hosts) != there:
+            there, last = len(linked.hosts), now
             print(f"shoal: {there} of {meeting.most} hosts are there", file=sys.stderr, flush=True)
         if there >= meeting.least and now - last > _LAST_CALL:
             return

@@ -21,8 +21,8 @@ from torch.distributed.distributed_c10d import Store
 from shoal.errors import WorkerError
 from shoal.launch.drain import Request, Requests
 from shoal.launch.ended import exit_code_after_signal
-from shoal.launch.fleet import Fleet
 from shoal.launch.launcher import END, SETTLE, listen_for
+from shoal.launch.linked_hosts import LinkedHosts
 from shoal.launch.local_ranks import LocalRanks
 from shoal.launch.membership import AFTER, Roster
 from shoal.launch.outcome import EXIT_STOPPED, Outcome, root_cause
@@ -54,21 +54,21 @@ class Members:
         restarts: Number of times that lost members are started again, in total.
         events: JSON lines that tell which members were lost, left and came, and when; None for none. It is
             written once its folder exists.
-        fleet: `processes`, if they are on several hosts.
+        linked: `processes`, if they are on several hosts.
     """
 
     def __init__(
         self,
-        processes: Fleet | LocalRanks,
+        processes: LinkedHosts | LocalRanks,
         store: Store,
         folder: Path,
         least: int,
         restarts: int,
         events: Path | None,
-        fleet: Fleet | None = None,
+        linked: LinkedHosts | None = None,
     ) -> None:
         self._processes = processes
-        self._fleet = fleet
+        self._linked = linked
         self._roster = Roster(store)
         self._folder = folder
         self._events = events
@@ -115,41 +115,41 @@ class Members:
         """Make a generation if one is due and can be; return whether to go on."""
         if self._signal is not None:
             return bool(self._processes.running())
-        can_go_on = self._fleet is None or self._fleet.has_quorum
-        if self._is_due and (self._fleet is None or self._fleet.is_heard):
+        can_go_on = self._linked is None or self._linked.has_quorum
+        if self._is_due and (self._linked is None or self._linked.is_heard):
             if can_go_on and len(self._present) >= self._least and not self._gathers():
                 self._form()
-            elif self._is_broken and self._fleet is not None:
+            elif self._is_broken and self._linked is not None:
                 self._roster.announce([], is_broken=True)  # so that all stop and wait
                 self._is_halted, self._is_broken = True, False
         here = len(self._present) + len(self._starting)
         if can_go_on and here >= self._least and here:
             self._waits_since = None
             return True
-        if self._fleet is None or (can_go_on and len(self._fleet.hosts) >= self._fleet.least):
+        if self._linked is None or (can_go_on and len(self._linked.hosts) >= self._linked.least):
             return False
-        return self._waits_for_hosts(self._fleet)
+        return self._waits_for_hosts(self._linked)
 
     def _gathers(self) -> bool:
         """Return whether others may still come after all had to stop; together they have more state."""
-        if not self._is_halted or self._fleet is None:
+        if not self._is_halted or self._linked is None:
             return False
         is_recent = time.monotonic() - self._came < _GATHERED
-        return bool(self._starting) or (is_recent and not self._fleet.is_whole)
+        return bool(self._starting) or (is_recent and not self._linked.is_whole)
 
     def _form(self) -> None:
         self._roster.announce(self._present, is_broken=self._is_broken)
         self._is_due = self._is_broken = self._is_halted = False
         self._failed_since = None
-        if self._fleet is not None:
-            self._fleet.train()
+        if self._linked is not None:
+            self._linked.train()
 
-    def _waits_for_hosts(self, fleet: Fleet) -> bool:
+    def _waits_for_hosts(self, linked: LinkedHosts) -> bool:
         now = time.monotonic()
         if self._waits_since is None:
             self._waits_since = now
-            few = f"{len(fleet.hosts)} hosts are there, of at least {fleet.least}"
-            why = few if fleet.has_quorum else "more than half of the hosts cannot be reached, and may go on"
+            few = f"{len(linked.hosts)} hosts are there, of at least {linked.least}"
+            why = few if linked.has_quorum else "more than half of the hosts cannot be reached, and may go on"
             print(f"shoal: {why}: training waits, at most {WAIT:g} s", file=sys.stderr, flush=True)
         return now - self._waits_since < WAIT
 
@@ -188,7 +188,7 @@ class Members:
 
     def _start_again(self, failed: Mapping[int, int]) -> None:
         for member in failed:
-            if member in self._asked or (self._fleet is not None and not self._fleet.can_start(member)):
+            if member in self._asked or (self._linked is not None and not self._linked.can_start(member)):
                 continue
             is_early = time.monotonic() - self._started[member] < _SOON
             if self._restarts == 0 or (is_early and member in self._early):
@@ -198,15 +198,15 @@ class Members:
                 self._early.add(member)
             self._expect(member)
             self._processes.start_again(member, {AFTER: str(self._roster.newest)})
-        if self._fleet is not None and self._fleet.has_spare:
-            self._leave_out_failing(self._fleet)
+        if self._linked is not None and self._linked.has_spare:
+            self._leave_out_failing(self._linked)
 
-    def _leave_out_failing(self, fleet: Fleet) -> None:
+    def _leave_out_failing(self, linked: LinkedHosts) -> None:
         """End hosts none of whose members is started again, as others stand by."""
-        for host in fleet.hosts:
+        for host in linked.hosts:
             there = self._starting.union(self._present)
             if host.link is not None and host.is_begun and there.isdisjoint(host.numbers):
-                fleet.leave_out(host, "its ranks have failed again and again")
+                linked.leave_out(host, "its ranks have failed again and again")
 
     def _expect(self, member: int) -> None:
         """Forget what is known of a member, which is started."""
@@ -220,9 +220,9 @@ class Members:
 
     def _take_hosts(self) -> None:
         """Start the members of hosts that have come."""
-        if self._fleet is None or self._signal is not None:
+        if self._linked is None or self._signal is not None:
             return
-        for host in self._fleet.start_new(self._roster.newest):
+        for host in self._linked.start_new(self._roster.newest):
             self._early.difference_update(host.numbers)
             self._came = time.monotonic()
             for member in host.numbers:
@@ -259,7 +259,7 @@ class Members:
             self._failed_since = None
             return
         self._failed_since = self._failed_since or now
-        is_heard = self._fleet is None or self._fleet.is_heard
+        is_heard = self._linked is None or self._linked.is_heard
         if now - self._failed_since > _MENDED and is_heard and self._restarts:
             self._restarts -= 1
             self._is_due = self._is_broken = True
@@ -269,7 +269,7 @@ class Members:
 
     def _ask_to_leave(self, request: Request) -> None:
         """Ask a rank, or the ranks of a host, to leave, if enough others are there; note the answer."""
-        what, hosts = request.what, [] if self._fleet is None else self._fleet.hosts
+        what, hosts = request.what, [] if self._linked is None else self._linked.hosts
         host = next((host for host in hosts if what in (host.address, host.name)), None)
         named = host.numbers if host is not None else [int(what)] if what.isdecimal() else []
         asked = [member for member in self._present if member in named]
@@ -279,8 +279,8 @@ class Members:
         elif len(self._present) - len(asked) < self._least:
             refused = f"at least {self._least} ranks must stay, and {len(self._present)} are there"
             asked = []
-        elif host is not None and self._fleet is not None:
-            self._fleet.leave(host)
+        elif host is not None and self._linked is not None:
+            self._linked.leave(host)
         else:
             self._processes.signal(signal.SIGTERM, asked)
         self._asked.update(asked)

@@ -32,7 +32,7 @@ from shoal.launch.link import Link
 from shoal.launch.local_ranks import LocalRanks
 from shoal.launch.outcome import EXIT_STOPPED, Outcome
 
-__all__ = ["BEAT", "SILENCE", "Fleet", "Host"]
+__all__ = ["BEAT", "SILENCE", "Host", "LinkedHosts"]
 
 SILENCE = 15.0
 """Seconds without a message after which a host is gone."""
@@ -85,7 +85,7 @@ class Host:
 
 
 @final
-class Fleet:
+class LinkedHosts:
     """All ranks of a run, with the interface of `LocalRanks`, and the hosts that come and go.
 
     One thread for each host puts what it tells into a queue; `listen` takes it from there, so that everything
