@@ -73,6 +73,7 @@ class _State:
         idle: Workers that wait for others to finish the last shares, and get them if one is lost.
         answers: The last Decision of each worker, and the clock with which it arrived for it.
         leaving: Workers that were told that no share is left, and have not gone.
+        saver: The one of them that saves the end; -1 while nobody does.
         has_saved: Whether the worker that saves at the end has done so.
         guard: The mode, the end of rounds and the failures of the guard.
     """
@@ -88,6 +89,7 @@ class _State:
     idle: dict[int, _Member] = field(default_factory=dict)
     answers: dict[int, tuple[int, Decision]] = field(default_factory=dict)
     leaving: list[int] = field(default_factory=list)
+    saver: int = -1
     has_saved: bool = False
     guard: tuple[Mode, int, int] | None = None
 
@@ -138,6 +140,8 @@ class Board:
             if worker in self._state.leaving:
                 self._state.leaving.remove(worker)
                 self._state.has_saved |= is_last
+                if worker == self._state.saver and not is_last:
+                    self._state.saver = min(self._state.leaving, default=-1)
                 self._note()
             if is_last:
                 self._changed.wait_for(lambda: not self._state.leaving, timeout=self.terms.patience)
@@ -148,21 +152,11 @@ class Board:
                 self._note()
 
     def retire(self, worker: int) -> bool:
-        """Wait until the end of the training is saved; return whether this worker has to save it.
-
-        It has to if all workers before it were lost: the first of those that leave saves.
-
-        Args:
-            worker: The worker, which was told that no share is left.
-        """
-        state = self._state
-
-        def is_first() -> bool:
-            return min(state.leaving, default=worker) == worker
-
+        """Wait until the end of the training is saved; return whether this worker has to, as the one before was lost."""
+        state, ours = self._state, (worker, -1)
         with self._changed:
-            self._changed.wait_for(lambda: state.has_saved or is_first(), timeout=self.terms.patience)
-            return is_first() and not state.has_saved
+            self._changed.wait_for(lambda: state.has_saved or state.saver in ours, self.terms.patience)
+            return state.saver in ours and not state.has_saved
 
     def arrive(self, worker: int, clock: int, weight: float, loss: float = 0.0, failed: str = "") -> Decision:
         """Wait until a worker that has sent its contribution may go on.
@@ -374,8 +368,10 @@ class Board:
         """Tell workers without a share to end if all are finished, or give them what a lost one had."""
         state = self._state
         if self._finished >= self.terms.shares:
+            if state.saver < 0:
+                state.saver = min(state.idle, default=-1)
             for worker, member in state.idle.items():
-                self._tell(worker, member, worker == min(state.idle), *self._contents.get(worker, ()))
+                self._tell(worker, member, worker == state.saver, *self._contents.get(worker, ()))
             state.idle = {}
         while state.idle and state.again:
             worker = min(state.idle)

@@ -93,8 +93,7 @@ class Decision:
         shares: Its next shares; empty if none is left, and then the worker is a member no more.
         finished: Shares that all workers have finished.
         complete: Shares from the first one on that are all finished: what a saved state contains.
-        leads: Whether it is the worker that validates and saves; when no share is left, whether it is the
-            last.
+        leads: Whether it is the worker that validates and saves. One alone leads when no share is left.
         round: Number of the round that it was in; 0 without rounds.
         members: Worker and clock of each member of the round, in the order of their shares.
         weights: Weight of each.

@@ -94,6 +94,21 @@ def test_if_the_worker_that_saves_is_lost_at_the_end_the_next_one_saves(through_
     assert board.is_over
 
 
+def test_one_worker_alone_saves_the_end_though_the_board_tells_them_one_after_the_other():
+    board = Board(Terms(workers=2, shares=3, staleness=1, patience=20))
+    board.join()
+    board.join()
+    board.arrive(0, 0, 1.0)
+    fast, (thread,) = arrive_together(board, [0], 1)  # two ahead: it waits
+    time.sleep(0.02)
+    slow = board.arrive(1, 0, 1.0)  # the last share is finished, and this worker hears of it first
+    thread.join(10)
+    assert slow.shares == fast[0].shares == ()
+    assert [slow.leads, fast[0].leads] == [True, False]
+    board.leave(1)  # it is lost before it has saved
+    assert board.retire(0)
+
+
 @pytest.mark.parametrize("comes", [True, False])
 def test_a_bound_counts_from_the_beginning_of_workers_that_have_not_come(comes):
     """Until they are given up."""
