@@ -196,6 +196,8 @@ class Members:
             self._restarts -= 1
             if is_early:
                 self._early.add(member)
+            else:
+                self._early.discard(member)
             self._expect(member)
             self._processes.start_again(member, {AFTER: str(self._roster.newest)})
         if self._linked is not None and self._linked.has_spare:

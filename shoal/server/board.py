@@ -152,7 +152,7 @@ class Board:
                 self._note()
 
     def retire(self, worker: int) -> bool:
-        """Wait until the end of the training is saved; return whether this worker has to, as the one before was lost."""
+        """Wait until the end of the training is saved; return whether this worker has to do it now."""
         state, ours = self._state, (worker, -1)
         with self._changed:
             self._changed.wait_for(lambda: state.has_saved or state.saver in ours, self.terms.patience)

@@ -14,6 +14,7 @@ from shoal.checkpoint import (
     ProcessGroupCoordinator,
     SingleProcess,
 )
+from shoal.errors import CommunicationError
 from shoal.launch import Membership, StopSignal, World, choose_device, join
 from shoal.parallel import own_device
 from shoal.train.execution import Execution, Regroup
@@ -22,6 +23,9 @@ from shoal.train.randomness import compute_deterministically
 from shoal.train.roles import Role, joined_role, serve, take_role
 
 __all__ = ["execute", "execute_as_member"]
+
+_LOST = 20.0  # seconds in which the launcher notes that a rank is lost, if that ended the communication
+_OWN = 0.5  # and if something else went wrong, which is most likely this rank's own
 
 
 def execute(choose: Callable[[], Job], world: World, stop: StopSignal) -> int:
@@ -77,8 +81,9 @@ def execute_as_member(job: Job, world: World, stop: StopSignal, membership: Memb
         return execution.run(stop)
     except Regroup:
         raise
-    except Exception:
-        execution.save_replica()
+    except Exception as error:
+        is_of_another = isinstance(error, (CommunicationError, dist.DistError))
+        execution.save_replica(_LOST if is_of_another else _OWN)
         raise
 
 

@@ -48,8 +48,6 @@ from shoal.units import format_count
 
 __all__ = ["Execution", "Regroup"]
 
-_LOST = 20.0  # seconds in which the launcher notes that a rank is lost
-
 
 class Regroup(Exception):  # noqa: N818, it tells of no error
     """The members of the training change: its state is saved, and another group of ranks goes on from it."""
@@ -181,9 +179,7 @@ class Execution:
             self._meet()
             if self._is_first:
                 self._live.say("")
-                with contextlib.suppress(
-                    OSError
-                ):  # all is saved: if the reader of the output is gone, only the summary is lost
+                with contextlib.suppress(OSError):  # all is saved: only its reader is gone
                     print(summary(self._run, self._saving.summary()), flush=True)
             return 0
         except Exception as error:
@@ -334,14 +330,17 @@ class Execution:
         given = {"data": self._data}, self._coordinator, self._say, hosts
         return MemorySaves(self._trainer, every, directory, *given)
 
-    def save_replica(self) -> None:
-        """Keep the last step's state after a rank was lost, if this rank has all of it and will be first."""
+    def save_replica(self, seconds: float) -> None:
+        """Keep the last step's state, if this rank has all of it and will be first.
+
+        Args:
+            seconds: Time in which the launcher notes that another rank is lost.
+        """
         plan = self._trainer.plan
         is_whole = plan.dp == plan.ranks and plan.shard == "none" and plan.exchange in ("bucketed", "naive")
         if self._membership is None or self._in_memory is None or not is_whole or not self._is_savable:
             return
-        leads = self._membership.leads_next(_LOST)
-        if leads:
+        if self._membership.leads_next(seconds):
             with contextlib.suppress(CheckpointError):  # then an older state counts
                 self._in_memory.save_replica()
 
