@@ -9,7 +9,7 @@ from shoal.cost.layout import Layout
 from shoal.cost.memory import by_piece
 from shoal.cost.memory.activations import kept_bytes
 from shoal.cost.memory.memory import Memories, memory_of
-from shoal.cost.time.offload import FRESH_RATE, MOVED_RATE, staging_bytes
+from shoal.cost.time.offload import MOVED_RATE, staging_bytes
 from shoal.cost.time.step import Costs
 from shoal.errors import ClusterError
 from shoal.plan import SettledPlan
@@ -133,15 +133,15 @@ def test_each_block_in_files_frees_its_bytes_and_moves_them_each_way(plan, recom
     assert kept[-1] == memories.of(every, BATCH)[0].kept
 
 
-def test_on_cpus_moving_activations_and_new_memory_take_the_processor_s_time():
+def test_on_cpus_moving_activations_takes_the_processor_s_time():
     cluster = Cluster.preset("laptop", 1).replace(host=Host(file_bandwidth=1e15))
     workload = workload_of(SMALL)
     plan = SettledPlan(microbatch=2, offload="activations:file:4")
     costs = Costs(workload, cluster)
     layer = kept_bytes(workload.layers[0], workload, Layout.of(plan), is_layer=True)
     found = costs.offload(plan, 0, 3)
-    assert found.parts["forward"] == pytest.approx(3 * (4 * layer / MOVED_RATE + 8 * layer / FRESH_RATE))
-    assert found.parts["backward"] == pytest.approx(3 * (4 * layer / MOVED_RATE + 24 * layer / FRESH_RATE))
+    assert found.parts["forward"] == pytest.approx(3 * 4 * layer / MOVED_RATE)
+    assert found.parts["backward"] == pytest.approx(3 * 4 * layer / MOVED_RATE)
     assert found.waits == pytest.approx(0, abs=1e-9)
 
 

@@ -15,9 +15,7 @@ files keep from one to the other. The seconds of one step are:
                 micro-batch the sum of gradients so far is read too, 4 N: as in forward, with B
                 in place of F. Nothing hides the reads for the last block of a stage, if it is in files
 
-c are the processor's seconds on CPUs. A byte of activations in files takes 1 / MOVED_RATE in each direction.
-A process with state in files gives freed memory back to the system, which clears what is allocated again: for
-each byte that layers keep without recompute, one in forward and three in backward, at FRESH_RATE.
+c are the processor's seconds on CPUs: a byte of activations in files takes 1 / MOVED_RATE in each direction.
 
 Only what is in files counts for D. With optimizer:host the host's memory holds the moments. Buffers of blocks
 are in the host's memory too, which on CPUs is the device's: see `staging_bytes`.
@@ -51,14 +49,8 @@ __all__ = [
 _FP32 = 4.0  # bytes
 _MOMENTS = 2
 
-FRESH_RATE = 7.5e9
-"""[Fitted] Bytes/s of memory that the system finds and clears at its first touch, in pages of 4 KiB."""
-
 MOVED_RATE = 4e9
 """[Fitted] Bytes/s of activations that the processor can move one way: it copies them, and makes requests."""
-
-_FRESH = (1, 3)
-"""[Fitted] Bytes of memory that forward and backward take, over those that layers keep without recompute."""
 
 _ADAM_BYTES = 28  # reads gradient, value and two moments in fp32, writes the last three
 
@@ -70,7 +62,7 @@ class Offload:
     Attributes:
         parts: Exposed seconds of a step, by name: forward, backward, update.
         waits: Seconds of a step in which a device waits for files: what is exposed, without the work of the
-            update, of moving activations and of clearing memory.
+            update and of moving activations.
         replaced: Seconds that the step saves: the optimizer's passes on the device.
         link_bytes: Bytes in a step over the device's link, in both directions.
         file_bytes: Bytes in a step to and from files.
@@ -127,22 +119,20 @@ def offload_of(
     reads, gradients = in_files.get("parameters", 0.0), in_files.get("gradients", 0.0)
     rate = _file_rate(cluster) if tiers.has_files else math.inf
     down = reads * shard + stored.every
-    work = [0.0, 0.0]
-    if cluster.cores and tiers.has_files:
-        work = [stored.every / MOVED_RATE + times * stored.made / FRESH_RATE for times in _FRESH]
+    work = stored.every / MOVED_RATE if cluster.cores else 0.0
     first, later = down + gradients * shard, down + 2 * gradients * shard
     files, made, link = _update_of(cluster, tiers, owned, update)
     state = shard * (_MOMENTS * ("optimizer" in tiers.moved) + gradients + reads)
     alone = stored.last / rate
-    reads_of = [max(work[1], (each - stored.last) / rate - backward) for each in (first, later)]
+    reads_of = [max(work, (each - stored.last) / rate - backward) for each in (first, later)]
     parts = {
-        "forward": count * max(work[0], down / rate - forward),
+        "forward": count * max(work, down / rate - forward),
         "backward": count * alone + reads_of[0] + (count - 1) * reads_of[1],
         "update": max(made, files / rate),
     }
     return Offload(
         parts=parts,
-        waits=sum(parts.values()) - made - count * sum(work),
+        waits=sum(parts.values()) - made - 2 * count * work,
         replaced=update,
         link_bytes=link,
         file_bytes=files + count * down + first + (count - 1) * later,

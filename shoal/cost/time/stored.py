@@ -1,4 +1,4 @@
-"""Bytes of activations that a rank makes, and has in files from forward to backward."""
+"""Bytes of activations that a rank has in files from forward to backward."""
 
 from __future__ import annotations
 
@@ -20,12 +20,10 @@ class Stored(NamedTuple):
     Attributes:
         every: Bytes in files.
         last: Bytes in files of blocks at the end of a stage, whose backward waits for them when it begins.
-        made: Bytes that the layers keep without recompute, in memory or in files.
     """
 
     every: float = 0.0
     last: float = 0.0
-    made: float = 0.0
 
 
 def stored_bytes(
@@ -48,21 +46,18 @@ def stored_bytes(
     """
     if not plan.tiers.has_files:
         return Stored()
-    stored, without = stored_pieces(workload, plan, stages), layout._replace(recompute="none")
-    known: dict[Block, tuple[float, float]] = {}  # with the Plan's recompute, and without
-    every = last = made = 0.0
+    stored = stored_pieces(workload, plan, stages)
+    known: dict[Block, float] = {}
+    every = last = 0.0
     for stage, rank in zip(stages, plan.placement if plan.pp > 1 else (0,), strict=True):
         layers = range(max(stage.start, 1), min(stage.stop, len(workload.layers) + 1))
         for piece in layers if rank == place else ():
+            if piece not in stored:
+                continue
             block = pieces[piece]
             if block not in known:
-                first, other = (
-                    kept_bytes(block, workload, each, is_layer=True) for each in (layout, without)
-                )
-                known[block] = first, other
-            made += known[block][1]
-            if piece in stored:
-                every += known[block][0]
-                if piece == layers[-1]:
-                    last += known[block][0]
-    return Stored(every, last, made)
+                known[block] = kept_bytes(block, workload, layout, is_layer=True)
+            every += known[block]
+            if piece == layers[-1]:
+                last += known[block]
+    return Stored(every, last)
