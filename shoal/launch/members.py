@@ -308,7 +308,10 @@ class Members:
 
     def _why(self, failed: Mapping[int, int]) -> WorkerError:
         outcomes = [outcome for outcome in Outcome.read_all(self._folder) if outcome.rank in failed]
-        return root_cause(outcomes, failed)
+        failure = root_cause(outcomes, failed)
+        if self._linked is not None:
+            failure.host = self._linked.where(failure.rank)
+        return failure
 
     def _exit_code(self) -> int:
         """End what is left, and return the exit code of the training."""
