@@ -61,8 +61,9 @@ class NamedLines:
     """The output of a rank as it goes into the stream of all ranks.
 
     Each line is passed on whole, with the rank's number before it, so that lines of different ranks never
-    mix. Rank 0 speaks for the run: its lines have no number, and a terminal gets them as they come, since some
-    overwrite themselves. With several hosts rank 0 is as the others, and the host stands before the number.
+    mix. Rank 0 speaks for the run: its lines have no number, and a terminal gets them as they come, since
+    some overwrite themselves. With several hosts rank 0 is as the others, and the host stands before the
+    number.
 
     Args:
         rank: The global rank.

@@ -23,7 +23,7 @@ def test_what_ranks_write_arrives_as_whole_lines_in_their_order(writes):
     batches.append(relay.take_all())
     for source in {(rank, descriptor) for rank, descriptor, _ in writes}:
         text = "".join(text for *each, text in writes if tuple(each) == source)
-        assert lines_of(batches, *source) == text.split("\n")[: -1 if text.endswith("\n") or not text else None]
+        assert "\n".join(lines_of(batches, *source)) == text.removesuffix("\n")
 
 
 def test_the_next_batch_waits_until_the_last_is_shown():
