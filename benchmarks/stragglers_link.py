@@ -128,8 +128,8 @@ def main() -> None:
             connection.send(None)
     print(
         f"\n{args.hosts} hosts of {args.ranks} ranks, cables of {args.rate:g} Gbit/s, a slow one of "
-        f"{args.slow * args.rate:g}: {right} of {slow} slow cables found, {named} named; {alarms} of {args.rounds} runs without a slow "
-        "cable had a straggler"
+        f"{args.slow * args.rate:g}: {right} of {slow} slow cables found, {named} named; {alarms} of "
+        f"{args.rounds} runs without a slow cable had a straggler"
     )
 
 
