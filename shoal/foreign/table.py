@@ -30,6 +30,7 @@ from typing import Any
 from shoal.errors import MissingExtraError, RunError
 from shoal.foreign.joined import Joined
 from shoal.foreign.operation import Operation
+from shoal.lines import bounded_lines
 from shoal.timeline import Timeline
 
 __all__ = ["read_table"]
@@ -130,8 +131,7 @@ def _records(path: Path) -> Iterator[Mapping[str, Any]]:
     """Yield the rows of the file as they are, some at a time."""
     try:
         if path.name.endswith(".csv"):
-            with path.open(newline="", encoding="utf-8", errors="replace") as file:
-                yield from csv.DictReader(file)
+            yield from csv.DictReader(bounded_lines(path))
             return
         try:
             from pyarrow import ArrowException, parquet

@@ -110,6 +110,8 @@ def test_the_commands_take_a_table(tmp_path, measured, capsys):
         ("rank,step,op,start,end\n0,1,forward\n", "row 1"),
         ("rank,step,op,start,end\n", "no rows"),
         ("\0\0\0\n1\n", "no column"),
+        ("rank,step,op,start,end\n" + "1" * (3 << 20), "cannot be read"),
+        ('rank,step,op,start,end\n"0,1\n' + "1\n" * 100_000, "cannot be read"),
     ],
 )
 def test_a_table_that_is_none_is_refused_with_the_place(tmp_path, text, named):
