@@ -72,10 +72,13 @@ def ring_of(meeting: Meeting, hosts: Mapping[int, str]) -> tuple[tuple[int, ...]
 
     Args:
         meeting: The collective.
-        hosts: By rank, its host; without those that are not known, which are taken for hosts of their own.
+        hosts: By rank, its host; without those that are not known. Ranks of a ring are then taken for hosts
+            of their own, and nothing is said of rings of hosts.
     """
     algorithms = {span.algorithm for span in meeting.spans.values()}
     if not meeting.is_whole or not algorithms <= {"ring", "hierarchical"} or len(algorithms) != 1:
+        return ()
+    if algorithms == {"hierarchical"} and not hosts.keys() >= set(meeting.group):
         return ()
     by_host: dict[str, list[int]] = {}
     for rank in meeting.group:

@@ -140,6 +140,7 @@ def test_two_hosts_uneven_hosts_and_clocks_that_were_not_compared_tell_nothing()
     assert not verdict(timeline(4, [1], on_host=4)).stragglers
     assert not verdict(timeline(4, [1], algorithm="hierarchical", on_host=2)).stragglers
     assert not verdict(timeline(7, [3], on_host=2)).stragglers
+    assert not verdict(timeline(4, [1], algorithm="hierarchical")).stragglers  # its hosts are not known
     unknown = verdict(timeline(4, [1], clock_error=None))
     assert not unknown.stragglers
     assert any("no ring" in each for each in unknown.missing)
