@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from run_stand_ins import free_port
+from port_stand_ins import free_port
 
 SECONDS = 30.0
 """What the server may take to start on a busy machine."""

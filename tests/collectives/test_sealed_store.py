@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from port_stand_ins import free_port
 from torch.distributed.distributed_c10d import PrefixStore
 
 from shoal.collectives.meeting_point import open_store
@@ -70,12 +70,6 @@ def test_a_secret_that_others_can_read_or_that_is_short_is_refused(tmp_path: Pat
             read_secret(environment)
     path.write_bytes(SECRET)
     assert read_secret(environment) == SECRET
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def sum_over(backend: str, port: int, secret: str) -> float:

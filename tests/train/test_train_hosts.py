@@ -8,7 +8,7 @@ import signal
 
 import pytest
 from hosts_stand_ins import Cluster, trained_on_one_host
-from run_stand_ins import free_port
+from port_stand_ins import free_port
 
 from shoal.cli.main import main
 from shoal.launch import EXIT_STOPPED
