@@ -39,6 +39,9 @@ _LEAST, _MOST = 32, 4096  # bytes of a secret
 _NONCE = 16  # bytes
 _SIGNATURE = 32
 
+_KEPT: list[SealedStore] = []
+"""All of this process: native code that holds a store, as PrefixStore does, does not keep its Python half."""
+
 
 def read_secret(environment: Mapping[str, str] = os.environ) -> bytes | None:
     """Return the secret of a training; None if it has none.
@@ -86,6 +89,7 @@ class SealedStore(Store):
 
     def __init__(self, inner: Store, secret: bytes) -> None:
         super().__init__()
+        _KEPT.append(self)
         self._inner: Any = inner  # torch's stubs know no stores of bytes
         self._encryption = hmac.digest(secret, b"shoal store: encryption", "sha256")
         self._signing = hmac.digest(secret, b"shoal store: signature", "sha256")

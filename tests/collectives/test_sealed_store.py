@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from datetime import timedelta
 from pathlib import Path
 
@@ -81,6 +82,8 @@ def sum_over(backend: str, port: int, secret: str) -> float:
     dist.init_process_group(
         backend, store=PrefixStore("default", store), rank=rank, world_size=ranks, timeout=limit
     )
+    del store  # the group keeps it
+    gc.collect()
     total = torch.tensor([float(rank + 1)])
     dist.all_reduce(total, group=dist.new_group([0, 1]))
     return float(total)
