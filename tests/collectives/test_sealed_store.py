@@ -54,6 +54,37 @@ def test_values_of_strangers_of_other_keys_and_of_other_secrets_are_refused():
     assert store.get("f") == b"third"
 
 
+CALLS = st.one_of(
+    st.tuples(st.just("set"), st.sampled_from("ab"), st.sampled_from("xyz")),
+    st.tuples(st.just("get"), st.sampled_from("ab")),
+    st.tuples(st.just("compare_set"), st.sampled_from("ab"), st.sampled_from(("", "x", "y")), st.just("z")),
+    st.tuples(st.just("delete_key"), st.sampled_from("ab")),
+    st.tuples(st.just("add"), st.just("n"), st.integers(0, 3)),
+    st.tuples(st.just("check"), st.lists(st.sampled_from("abn"), min_size=1)),
+    st.tuples(st.just("wait"), st.lists(st.sampled_from("abn"), min_size=1), st.just(timedelta(milliseconds=1))),
+    st.tuples(st.just("num_keys")),
+)
+
+
+@given(st.lists(CALLS, max_size=12))
+def test_through_a_prefix_it_answers_as_a_plain_store(calls):
+    """As native code calls it: that looks for methods by names of its own."""
+    plain, sealed = dist.HashStore(), SealedStore(dist.HashStore(), SECRET)
+    stores = [PrefixStore("group", each) for each in (plain, sealed)]
+    for store in stores:
+        store.set_timeout(timedelta(milliseconds=1))
+
+    def answer(store, name, *arguments):
+        try:
+            return getattr(store, name)(*arguments)
+        except dist.DistStoreError:
+            return "not there"
+
+    for call in calls:
+        assert answer(stores[0], *call) == answer(stores[1], *call), call
+    assert answer(stores[0].clone(), "check", ["a"]) == answer(stores[1].clone(), "check", ["a"])
+
+
 def test_a_secret_that_others_can_read_or_that_is_short_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     environment = {"SHOAL_SECRET_FILE": str(path)}
