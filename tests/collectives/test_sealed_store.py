@@ -54,6 +54,7 @@ def test_values_of_strangers_of_other_keys_and_of_other_secrets_are_refused():
     assert store.get("f") == b"third"
 
 
+SHORT = timedelta(milliseconds=1)
 CALLS = st.one_of(
     st.tuples(st.just("set"), st.sampled_from("ab"), st.sampled_from("xyz")),
     st.tuples(st.just("get"), st.sampled_from("ab")),
@@ -61,7 +62,7 @@ CALLS = st.one_of(
     st.tuples(st.just("delete_key"), st.sampled_from("ab")),
     st.tuples(st.just("add"), st.just("n"), st.integers(0, 3)),
     st.tuples(st.just("check"), st.lists(st.sampled_from("abn"), min_size=1)),
-    st.tuples(st.just("wait"), st.lists(st.sampled_from("abn"), min_size=1), st.just(timedelta(milliseconds=1))),
+    st.tuples(st.just("wait"), st.lists(st.sampled_from("abn"), min_size=1), st.just(SHORT)),
     st.tuples(st.just("num_keys")),
 )
 
@@ -72,7 +73,7 @@ def test_through_a_prefix_it_answers_as_a_plain_store(calls):
     plain, sealed = dist.HashStore(), SealedStore(dist.HashStore(), SECRET)
     stores = [PrefixStore("group", each) for each in (plain, sealed)]
     for store in stores:
-        store.set_timeout(timedelta(milliseconds=1))
+        store.set_timeout(SHORT)
 
     def answer(store, name, *arguments):
         try:
