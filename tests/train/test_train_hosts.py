@@ -9,7 +9,7 @@ import socket
 
 import pytest
 from hosts_stand_ins import FAULT, STEPS, Cluster, trained_on_one_host
-from run_stand_ins import free_port
+from port_stand_ins import free_port
 
 from shoal.cli.main import main
 from shoal.launch import EXIT_STOPPED
