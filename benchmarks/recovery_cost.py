@@ -1,0 +1,98 @@
+"""What a step costs more while nothing fails, with what allows recovery; a part of recovery.py.
+
+Trainings with and without it are there at the same time and run by turns, as recovery_gate.py says: those
+whose turn it is not are stopped, with their launchers and lighthouse.
+"""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean, median
+
+from recovery_contestants import CONTESTANTS, PLAIN, Contestant, Task, Training
+
+__all__ = ["cost_table", "spread"]
+
+_SECONDS = 4.0  # of a turn, about
+_WAKE = 1.0  # seconds for launchers and heartbeats to come round
+
+
+def cost_table(model: str, rounds: int, names: list[str], say: Callable[[str], object]) -> list[str]:
+    """Return the rows of the table of steady costs.
+
+    Args:
+        model: A preset.
+        rounds: Turns of each training.
+        names: Contestants that may be measured.
+        say: Told how far it is.
+    """
+    chosen = [each for each in CONTESTANTS if each.name in names and each.without]
+    needed = [each for each in PLAIN if any(each.name == one.without for one in chosen)]
+    seconds = _measured(Task(model, 0), [*needed, *chosen], rounds, say)
+    rows = ["| | step, ms | over | ratio |", "| --- | ---: | --- | ---: |"]
+    for each in [*needed, *chosen]:
+        turns, over = seconds[each.name], seconds.get(each.without, [])
+        ratio = spread([on / off for on, off in zip(turns, over, strict=True)], 3) if over else ""
+        rows.append(f"| {each.name} | {spread([1e3 * turn for turn in turns])} | {each.without} | {ratio} |")
+    return rows
+
+
+def spread(values: list[float], digits: int = 2) -> str:
+    """Return the median and the range."""
+    return f"{median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
+
+
+def _measured(
+    task: Task, contestants: list[Contestant], rounds: int, say: Callable[[str], object]
+) -> dict[str, list[float]]:
+    """Return the seconds of a step in each turn, by contestant."""
+    found: dict[str, list[float]] = {each.name: [] for each in contestants}
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        task = replace(task, turn=_turn(task, contestants[0], Path(name)))
+        trainings = []
+        for number, contestant in enumerate(contestants):
+            folder = Path(name) / str(number)
+            folder.mkdir()
+            training = stack.enter_context(Training(contestant, task, folder))
+            _arrive(training, 0)
+            training.signal(signal.SIGSTOP)
+            trainings.append(training)
+        for turn in range(rounds + 1):  # the first one is not counted
+            say(f"{task.model}: steady cost, turn {turn} of {rounds}")
+            for training in trainings[:: -1 if turn % 2 else 1]:
+                training.signal(signal.SIGCONT)
+                time.sleep(_WAKE)
+                (training.folder / f"go-{turn * task.turn}").touch()
+                took = _arrive(training, (turn + 1) * task.turn)
+                training.signal(signal.SIGSTOP)
+                if turn:
+                    found[training.contestant.name].append(took)
+    return found
+
+
+def _turn(task: Task, contestant: Contestant, folder: Path) -> int:
+    """Return the number of steps of a turn."""
+    trial = folder / "trial"
+    trial.mkdir()
+    with Training(contestant, replace(task, turn=40), trial) as training:
+        _arrive(training, 0)
+        (trial / "go-0").touch()
+        return max(20, round(_SECONDS / _arrive(training, 40)))
+
+
+def _arrive(training: Training, step: int) -> float:
+    """Wait until both ranks are at the gate before a step; return the seconds of a step in the last turn."""
+    paths: list[Path] = []
+
+    def are_there() -> bool:
+        paths[:] = training.folder.glob(f"at-{step}-*")
+        return len(paths) == 2
+
+    training.wait(are_there, f"both ranks are before step {step}")
+    return fmean(float(path.read_text()) for path in paths)
