@@ -67,6 +67,8 @@ def make(trials: Sequence[tuple[str, str, int]], jobs: int, keep: Path | None) -
                     if keep is not None:
                         with keep.open("a") as file:
                             file.write(json.dumps(asdict(trial.result)) + "\n")
+                        if trial.told:
+                            keep.with_name(f"{keep.stem}-{kind}-{phase}-{number}.txt").write_text(trial.told)
 
     with tempfile.TemporaryDirectory() as folder:
         ground = Ground(Path(folder))

@@ -22,11 +22,11 @@ from typing import Any
 
 KIND, PHASE = os.environ.get("FAULT_KIND", ""), os.environ.get("FAULT_PHASE", "")
 HERE = Path(os.environ.get("FAULT_FOLDER", "."))
-CHECKPOINTS = HERE / "disk" / "one" / "checkpoints"
-FAULT = 6
-"""Steps that are made before the fault, if it strikes in a step."""
-
+CHECKPOINTS = Path("disk/one/checkpoints")
 DRAWN = random.Random(os.environ.get("FAULT_SEED"))
+FAULT = DRAWN.randrange(4, 9)
+"""Steps that are made before the fault is armed."""
+
 OF_NETWORK = ("cut", "one-way", "throttle")
 HEADROOM = 32 << 20  # bytes of memory that are left to a process that has no more
 
@@ -63,7 +63,9 @@ def strike(*arguments: object) -> None:
     elif KIND == "exception":
         raise RuntimeError("a fault of this rank")
     elif KIND == "interpreter":
-        ctypes.PyDLL(None).sleep(60)
+        mutex = ctypes.create_string_buffer(128)
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
+        ctypes.PyDLL(None).pthread_mutex_lock(mutex)
     elif KIND == "memory":
         in_use = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (in_use + HEADROOM, in_use + HEADROOM))
@@ -144,6 +146,7 @@ def corrupt_written(saver: object, staging: Path, *rest: object) -> bool:
     if staging.parent != CHECKPOINTS:
         return False
     corrupt_file(DRAWN.choice(sorted(staging.glob("rank-00001*"))))
+    (HERE / "corrupted").write_text(staging.name.removesuffix(".tmp"))
     note()
     return True
 
@@ -180,8 +183,10 @@ def begin(step: int, steps: int) -> float:
     global handle
     if KIND == PHASE == "":
         return 1.0
-    if (KIND, PHASE) == ("corrupt", "save") and (HERE / "struck").exists() and step >= FAULT + 4:
-        kill_launcher()  # a start from the checkpoint must find what is wrong with it
+    if (KIND, PHASE) == ("corrupt", "save") and (HERE / "struck").exists():
+        while not (CHECKPOINTS / (HERE / "corrupted").read_text()).exists():
+            time.sleep(0.002)
+        kill_launcher()  # the next start must find what is wrong with the checkpoint
     if not is_struck():
         return 1.0
     if (KIND, PHASE) == ("corrupt", "start"):

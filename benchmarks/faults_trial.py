@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from faults_struck import FAULT, OF_NETWORK
+from faults_struck import OF_NETWORK
+from faults_traces import failures, is_in, is_rank, json_lines, last_line, namespace_of
 
 from shoal.launch.nursery import ForkedRank
-from shoal.run import Run
 from shoal.testing.hosts import Hosts
 from shoal.testing.programs import Programs
 from shoal.timeline import Timeline
 
-STEPS = 12
+STEPS, TO_LOAD = 12, 6
 PHASES = ("start", "forward", "backward", "collective", "save", "load")
 KINDS = {
     "kill": "SIGKILL",
     "stop": "SIGSTOP",
     "segfault": "SIGSEGV",
     "exception": "an exception of the user's code",
-    "interpreter": "native code that keeps the interpreter's lock for 60 s",
+    "interpreter": "native code that never gives the interpreter's lock back",
     "memory": "no more memory for this process than 32 MiB",
     "disk": "the disk of the run is full from now on",
     "cut": "the cable of the second host is cut",
@@ -45,7 +44,7 @@ MENTIONS = {
     "stop": "stopped",
     "segfault": "SIGSEGV",
     "exception": "a fault of this rank",
-    "interpreter": "interpreter's lock",
+    "interpreter": "interpreter's lock|did not come",
     "memory": "memory",
     "disk": "No space left",
     "cut": "was silent for",
@@ -137,6 +136,7 @@ class Trial:
 
     def __init__(self, ground: Ground, programs: Programs, kind: str, phase: str, number: int) -> None:
         self.result = Result(kind=kind, phase=phase, number=number)
+        self.told = ""
         self._ground, self._programs = ground, programs
         self._hosts: Hosts | None = None
         self._exits = contextlib.ExitStack()
@@ -166,19 +166,21 @@ class Trial:
     @property
     def losses(self) -> dict[int, float]:
         """The loss of each step; the last one, if a step was made again."""
-        return dict(self._lines())
+        return dict(self._made())
 
-    def _lines(self) -> list[tuple[int, float]]:
-        if not (self.run / "run.json").exists():
-            return []
-        return [(each["step"], each["loss"]) for each in Run.open(self.run).metrics() if "loss" in each]
+    def _made(self) -> list[tuple[int, float]]:
+        """Return each step that was made, with its loss, as often as it was made."""
+        lines = json_lines(self.run / "metrics.jsonl")
+        return [(each["step"], each["loss"]) for each in lines if "loss" in each]
 
     def make(self) -> None:
         """Make the trial, and judge it."""
         try:
             self._judge()
-        except (TrialError, OSError, subprocess.SubprocessError) as error:
-            self.result.verdict, self.result.why = "BAD", str(error)
+        except Exception as error:
+            why = str(error) if isinstance(error, TrialError) else repr(error)
+            self.result.verdict, self.result.why = "BAD", why
+            self.told = "\n".join(path.read_text() for path in sorted(self.folder.glob("told*")))
 
     def train(self, *words: str, faulty: bool = False, steps: int = STEPS) -> Ended:
         """Train to the end, which the second host need not reach.
@@ -199,19 +201,9 @@ class Trial:
         else:
             at = f"{self._hosts.addresses[0]}:{PORT}"
             given += ["--nproc", "1", "--nodes", "1:2", "--rendezvous", at]
-            first, second = (
-                self._start(
-                    given,
-                    f"told-{host}",
-                    faulty,
-                    {
-                        "FAULT_HOST": str(self._hosts.process(host)),
-                        "SHOAL_HOST_ID": f"host-{host}",
-                        "SHOAL_TOKEN_FILE": str(self.folder / "token"),
-                    },
-                )
-                for host in range(2)
-            )
+            first = self._start_host(0, given, faulty)
+            self._wait_for("this host leads", first)  # and has made the token
+            second = self._start_host(1, given, faulty)
         deadline = time.monotonic() + HUNG
         while (code := first.poll()) is None:
             if time.monotonic() > deadline:
@@ -224,6 +216,13 @@ class Trial:
         self._require_end_of_second(second)
         return Ended(code, (self.folder / "told-0").read_text(), at_end)
 
+    def _wait_for(self, text: str, host: ForkedRank) -> None:
+        deadline = time.monotonic() + HUNG
+        while text not in (told := (self.folder / "told-0").read_text()):
+            if host.poll() is not None or time.monotonic() > deadline:
+                raise TrialError(f"the first host does not lead: {last_line(told)}")
+            time.sleep(0.01)
+
     def _require_end_of_second(self, second: ForkedRank) -> None:
         """Wait until the second host has ended, or has ended its ranks as it is cut off."""
         deadline = time.monotonic() + SEEN
@@ -234,6 +233,8 @@ class Trial:
             if time.monotonic() > deadline:
                 raise TrialError(f"the second host goes on: {told[-300:]!r}")
             time.sleep(0.05)
+        if self.result.kind in HARMLESS and second.poll() != 0:
+            raise TrialError(f"the second host ends with {second.poll()}")
 
     def _settings(self, steps: int) -> list[str]:
         settings = (
@@ -267,6 +268,15 @@ class Trial:
             outputs = told.fileno(), told.fileno()
             return self._programs.start("faults_struck", words, environment, outputs, self.folder)
 
+    def _start_host(self, host: int, words: Sequence[str], faulty: bool) -> ForkedRank:
+        assert self._hosts is not None
+        environment = {
+            "FAULT_HOST": str(self._hosts.process(host)),
+            "SHOAL_HOST_ID": f"host-{host}",
+            "SHOAL_TOKEN_FILE": str(self.folder / "token"),
+        }
+        return self._start(words, f"told-{host}", faulty, environment)
+
     def _change_network(self) -> None:
         """Change the network once the rank asks for it."""
         if self._hosts is None or not (self.folder / "asked").exists():
@@ -284,7 +294,7 @@ class Trial:
 
     def _judge(self) -> None:
         result = self.result
-        if result.phase == "load" and self.train(steps=FAULT).code != 0:
+        if result.phase == "load" and self.train(steps=TO_LOAD).code != 0:
             raise TrialError("there is nothing to load")
         ended = self.train(faulty=True)
         if not (self.folder / "struck").exists():
@@ -307,7 +317,7 @@ class Trial:
             raise TrialError(f"the cause is not named: {failures(told)!r}")
         if is_lost and result.kind in HARMLESS:
             raise TrialError(f"a rank was lost: {failures(told)!r}")
-        lines, losses = self._lines(), self.losses
+        losses = self.losses
         wrong = [
             step
             for step, loss in self._ground.losses.items()
@@ -315,7 +325,7 @@ class Trial:
         ]
         if wrong:
             raise TrialError(f"the losses of steps {wrong} differ")
-        result.lost = len(lines) - len(losses)
+        result.lost = len(self._made()) - len(losses)
 
     def _go_on(self) -> str:
         """Let a run that has ended go on, without faults; return what it tells."""
@@ -328,7 +338,7 @@ class Trial:
 
     def _time(self, struck: float, ended: Ended) -> bool:
         """Take the times; return whether a rank was lost."""
-        events = list(events_of(self.run / "members.jsonl"))
+        events = json_lines(self.run / "members.jsonl")
         lost = [each["time"] - struck for each in events if each["event"] == "lost"]
         is_lost = bool(lost)
         if ended.code != 0:
@@ -349,11 +359,7 @@ class Trial:
         """Return the processes of ranks on the second host."""
         assert self._hosts is not None
         there = Path(f"/proc/{self._hosts.process(1)}/ns/net").readlink()
-        return [
-            path
-            for path in self._processes()
-            if name_of(path).startswith("shoal-rank") and namespace_of(path) == there
-        ]
+        return [path for path in self._processes() if is_rank(path) and namespace_of(path) == there]
 
     def _processes(self) -> list[Path]:
         return [path for path in Path("/proc").glob("[0-9]*") if is_in(path, self.folder)]
@@ -370,43 +376,3 @@ class Trial:
         for path in self._processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(path.name), 9)
-
-
-def events_of(path: Path) -> Iterator[dict]:
-    """Yield the events in a file; none if there is no file."""
-    if path.exists():
-        yield from map(json.loads, path.read_text().splitlines())
-
-
-def last_line(text: str) -> str:
-    """Return the last line that is not empty."""
-    return next((line for line in reversed(text.splitlines()) if line.strip()), "")
-
-
-def failures(told: str) -> str:
-    """Return what Shoal tells of failures."""
-    return "; ".join(line for line in told.splitlines() if line.startswith(("shoal:", "warning")))[:400]
-
-
-def is_in(process: Path, folder: Path) -> bool:
-    """Return whether a process works in a folder."""
-    try:
-        return (process / "cwd").readlink() == folder
-    except OSError:
-        return False
-
-
-def name_of(process: Path) -> str:
-    """Return the name of a process; empty if it has ended."""
-    try:
-        return (process / "comm").read_text()
-    except OSError:
-        return ""
-
-
-def namespace_of(process: Path) -> Path | None:
-    """Return the network namespace of a process; None if it has ended."""
-    try:
-        return (process / "ns" / "net").readlink()
-    except OSError:
-        return None

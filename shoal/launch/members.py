@@ -19,6 +19,7 @@ from typing import final
 from torch.distributed.distributed_c10d import Store
 
 from shoal.errors import WorkerError
+from shoal.hang import HangVerdict
 from shoal.launch.drain import Request, Requests
 from shoal.launch.ended import exit_code_after_signal
 from shoal.launch.launcher import END, SETTLE, listen_for
@@ -54,6 +55,8 @@ class Members:
         restarts: Number of times that lost members are started again, in total.
         events: JSON lines that tell which members were lost, left and came, and when; None for none. It is
             written once its folder exists.
+        timeout: Seconds that members wait for another in a collective, and for one that does not come to a
+            generation.
         linked: `processes`, if they are on several hosts.
     """
 
@@ -65,6 +68,7 @@ class Members:
         least: int,
         restarts: int,
         events: Path | None,
+        timeout: float,
         linked: LinkedHosts | None = None,
     ) -> None:
         self._processes = processes
@@ -74,6 +78,7 @@ class Members:
         self._events = events
         self._least = least
         self._restarts = restarts
+        self._timeout = timeout
         self._present = processes.running()
         self._known = set(self._present)  # members that were there at some time
         self._starting: set[int] = set()
@@ -81,6 +86,9 @@ class Members:
         self._started = dict.fromkeys(self._present, time.monotonic())
         self._early: set[int] = set()  # members that have failed soon after a start
         self._stopped_since: dict[int, float] = {}
+        self._absent_since: float | None = None  # members that others wait for
+        self._has_waited = False  # whether members of the newest generation have waited for another before
+        self._given_up: dict[int, str] = {}  # members that are ended here, and why
         self._signal: signal.Signals | None = None
         self._failure: WorkerError | None = None
         self._is_due = True  # whether a generation is to be made,
@@ -102,6 +110,7 @@ class Members:
                 self._signal = stop.signal
                 self._failure = None  # what was survived before
             self._end_stopped()
+            self._end_absent()
             if not self._note_ends():
                 break
             self._take_hosts()
@@ -140,7 +149,7 @@ class Members:
     def _form(self) -> None:
         self._roster.announce(self._present, is_broken=self._is_broken)
         self._is_due = self._is_broken = self._is_halted = False
-        self._failed_since = None
+        self._failed_since = self._absent_since = None
         if self._linked is not None:
             self._linked.train()
 
@@ -178,6 +187,7 @@ class Members:
             self._note("left", codes)
             return True
         self._is_broken |= self._is_due
+        self._has_waited = False
         if _WRONG_INPUT in failed.values():
             return False
         left = len(self._present)
@@ -217,6 +227,7 @@ class Members:
             outcome.unlink()
         self._ended.discard(member)
         self._asked.discard(member)
+        self._given_up.pop(member, None)
         self._starting.add(member)
         self._started[member] = time.monotonic()
 
@@ -264,7 +275,7 @@ class Members:
         is_heard = self._linked is None or self._linked.is_heard
         if now - self._failed_since > _MENDED and is_heard and self._restarts:
             self._restarts -= 1
-            self._is_due = self._is_broken = True
+            self._is_due = self._is_broken = self._has_waited = True
             print(
                 "shoal: the ranks have lost each other, and form a group again", file=sys.stderr, flush=True
             )
@@ -304,9 +315,39 @@ class Members:
         self._stopped_since = {member: self._stopped_since.get(member, now) for member in stopped}
         for member, since in self._stopped_since.items():
             if now - since > _STOPPED:
-                self._processes.signal(signal.SIGKILL, [member])
+                self._give_up(member, f"was stopped for {_STOPPED:g} s (by SIGSTOP, Ctrl-Z or a debugger)")
+
+    def _end_absent(self) -> None:
+        """End members that others wait for in vain: their code hangs, or keeps the interpreter's lock."""
+        absent = self._roster.absent()
+        is_heard = self._linked is None or self._linked.is_heard
+        if not absent or not is_heard or self._is_due or self._signal is not None:
+            self._absent_since = None
+            return
+        now = time.monotonic()
+        self._absent_since = self._absent_since or now
+        patience = min(self._timeout, _STOPPED) if self._has_waited else self._timeout
+        if now - self._absent_since <= patience:
+            return
+        for member in absent:
+            hang = self._hang_of(member)
+            cause = "" if hang is None else f": {hang.text}"
+            self._give_up(member, f"did not come to the other ranks for {patience:g} s{cause}")
+
+    def _hang_of(self, member: int) -> HangVerdict | None:
+        """Return why a member hangs, if that was found out."""
+        found = (HangVerdict.read(path) for path in sorted(self._folder.glob("verdict-*")))
+        of_it = (each for each in found if each is not None and each.ranks == (member,))
+        return next(of_it, None) if self._roster.is_numbered_by_rank else None
+
+    def _give_up(self, member: int, why: str) -> None:
+        self._given_up.setdefault(member, f"its process {why}, and was ended")
+        self._processes.signal(signal.SIGKILL, [member])
 
     def _why(self, failed: Mapping[int, int]) -> WorkerError:
+        for member in failed:
+            if member in self._given_up:
+                return WorkerError(member, self._given_up[member], exit_code=1)
         outcomes = [outcome for outcome in Outcome.read_all(self._folder) if outcome.rank in failed]
         return root_cause(outcomes, failed)
 

@@ -68,11 +68,16 @@ class Roster:
 
     def __init__(self, store: Store) -> None:
         self._store = PrefixStore(_PREFIX, store)
+        self._members: Sequence[int] = ()
+        self._awaited: set[int] = (
+            set()
+        )  # members that have not come to the newest generation, as far as known
         self.newest = -1
 
     def announce(self, members: Sequence[int], *, is_broken: bool) -> None:
         """Make a generation of these members."""
         self.newest += 1
+        self._members, self._awaited = tuple(members), set(members)
         told = {"members": list(members), "is_broken": is_broken}
         self._store.set(f"generation {self.newest}", json.dumps(told))
         self._store.set(_NEWEST, str(self.newest))
@@ -84,6 +89,17 @@ class Roster:
     def is_ready(self, member: int) -> bool:
         """Whether a member that was started has come."""
         return bool(self._store.check([_ready(member)]))
+
+    def absent(self) -> list[int]:
+        """Return the members of the newest generation that others wait for; empty if none has come yet."""
+        for member in [each for each in self._awaited if self._store.check([_here(self.newest, each)])]:
+            self._awaited.discard(member)
+        return sorted(self._awaited) if len(self._awaited) < len(self._members) else []
+
+    @property
+    def is_numbered_by_rank(self) -> bool:
+        """Whether each member's number is its rank."""
+        return list(self._members) == list(range(len(self._members)))
 
     def is_told_broken(self) -> bool:
         """Whether a member of the newest generation has told that its group has failed."""
