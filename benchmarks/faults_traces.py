@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects in a file, without a last line that is torn; none if there is no file."""
+    """Return the objects in a file, without lines that are torn; none if there is no file."""
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    found = []
+    for line in path.read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            found.append(json.loads(line))
+    return found
 
 
 def last_line(text: str) -> str:

@@ -306,6 +306,8 @@ class Trial:
             result.verdict = "recovers"
         else:
             result.verdict = "named"
+            if self._hosts is not None:
+                self._end_all()  # the second host tries to join again for 5 minutes
             self._require_none_left()
             (self.folder / "disk" / "ballast").unlink(missing_ok=True)
             told += self._go_on()

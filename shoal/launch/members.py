@@ -353,6 +353,9 @@ class Members:
 
     def _exit_code(self) -> int:
         """End what is left, and return the exit code of the training."""
+        has_failed = self._failure is not None and 0 not in self._processes.exit_codes().values()
+        if has_failed and self._signal is None:
+            self._roster.end()
         if self._failure is not None and self._processes.running():
             listen_for(self._processes, SETTLE)
         self._processes.signal(signal.SIGTERM)

@@ -39,6 +39,7 @@ PEER = "SHOAL_PEER"
 
 _PREFIX = "members"
 _NEWEST = "newest"
+_OVER = "over"
 _LOOK = 0.02  # seconds between two looks at the store of a member that waits
 _WATCH = 0.05  # seconds between two looks while it trains
 
@@ -81,6 +82,10 @@ class Roster:
         told = {"members": list(members), "is_broken": is_broken}
         self._store.set(f"generation {self.newest}", json.dumps(told))
         self._store.set(_NEWEST, str(self.newest))
+
+    def end(self) -> None:
+        """Tell all members that no other generation will come: the training has failed."""
+        self._store.set(_OVER, "")
 
     def expect(self, member: int) -> None:
         """Forget that a member was ready: it is started again."""
@@ -166,10 +171,10 @@ class Membership:
             seconds: Time to wait for it.
 
         Returns:
-            The generation; None if none came in time.
+            The generation; None if none came in time, or none will come.
         """
         until = time.monotonic() + seconds
-        while time.monotonic() < until:
+        while time.monotonic() < until and not self._store.check([_OVER]):
             own = self.generation
             if self.member in own.members and own.number != self._entered and self._is_here(own):
                 self._entered = own.number
@@ -201,7 +206,7 @@ class Membership:
             seconds: Time to wait for it.
         """
         until = time.monotonic() + seconds
-        while self._newer is None and time.monotonic() < until:
+        while self._newer is None and time.monotonic() < until and not self._store.check([_OVER]):
             time.sleep(_LOOK)
         newer = self._newer
         return newer is not None and next(iter(newer.members), None) == self.member

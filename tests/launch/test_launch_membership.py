@@ -84,6 +84,16 @@ def test_members_that_others_wait_for_are_known():
     assert roster.absent() == [2]
 
 
+def test_members_do_not_wait_for_a_generation_after_the_end():
+    store = HashStore()
+    roster, members = Roster(store), members_of(store, 2)
+    roster.announce([0, 1], is_broken=False)
+    assert all(entered(members).values())
+    roster.end()
+    assert entered(members, seconds=600) == {0: None, 1: None}
+    assert not members[0].leads_next(600)
+
+
 def test_a_broken_generation_ends_communication_once_and_one_that_grows_does_not():
     store, aborted = HashStore(), []
     roster = Roster(store)
