@@ -36,6 +36,8 @@ WAIT = 300.0
 
 _LOOK = 0.02  # seconds between checks for ended ranks
 _STOPPED = 10.0  # seconds after which a process that is stopped counts as lost
+_COMES = 10.0  # seconds in which a rank that all others waited for before comes to the next generation;
+_COMES_LATE = 30.0  # and over a network: a connection that was cut for 15 s is used again after up to 26 s
 _SOON = 60.0  # seconds: a member that fails sooner after its start than this is left out the second time
 _WRONG_INPUT = 2  # exit code of a rank that was given what cannot work
 _MENDED = 5.0  # seconds in which the failure of a group shows its cause, such as a process that ends
@@ -326,7 +328,8 @@ class Members:
             return
         now = time.monotonic()
         self._absent_since = self._absent_since or now
-        patience = min(self._timeout, _STOPPED) if self._has_waited else self._timeout
+        comes = _COMES if self._linked is None else _COMES_LATE
+        patience = min(self._timeout, comes) if self._has_waited else self._timeout
         if now - self._absent_since <= patience:
             return
         for member in absent:
@@ -335,10 +338,12 @@ class Members:
             self._give_up(member, f"did not come to the other ranks for {patience:g} s{cause}")
 
     def _hang_of(self, member: int) -> HangVerdict | None:
-        """Return why a member hangs, if that was found out."""
-        found = (HangVerdict.read(path) for path in sorted(self._folder.glob("verdict-*")))
-        of_it = (each for each in found if each is not None and each.ranks == (member,))
-        return next(of_it, None) if self._roster.is_numbered_by_rank else None
+        """Return why a member hangs, if the ranks that waited for it before have found out."""
+        files = sorted(self._folder.glob("verdict-*"), key=lambda path: path.stat().st_mtime)
+        if not (files and self._has_waited and self._roster.is_numbered_by_rank):
+            return None
+        verdict = HangVerdict.read(files[-1])
+        return verdict if verdict is not None and verdict.ranks == (member,) else None
 
     def _give_up(self, member: int, why: str) -> None:
         self._given_up.setdefault(member, f"its process {why}, and was ended")
