@@ -350,10 +350,10 @@ class Members:
         self._processes.signal(signal.SIGKILL, [member])
 
     def _why(self, failed: Mapping[int, int]) -> WorkerError:
-        for member in failed:
-            if member in self._given_up:
-                return WorkerError(member, self._given_up[member], exit_code=1)
         outcomes = [outcome for outcome in Outcome.read_all(self._folder) if outcome.rank in failed]
+        given_up = next((member for member in failed if member in self._given_up), None)
+        if given_up is not None and not any(outcome.error for outcome in outcomes):
+            return WorkerError(given_up, self._given_up[given_up], exit_code=1)
         return root_cause(outcomes, failed)
 
     def _exit_code(self) -> int:
