@@ -81,7 +81,7 @@ def make(trials: Sequence[tuple[str, str, int]], jobs: int, keep: Path | None) -
 
 
 def tell(result: Result, made: int, of: int) -> None:
-    """Tell of a trial, in which there is something bad."""
+    """Tell of a trial if it is bad."""
     if result.verdict == "BAD":
         print(
             f"{made}/{of} {result.kind}, {result.phase}, {result.number}: {result.why}",
@@ -127,12 +127,12 @@ def table(results: Sequence[Result]) -> list[str]:
     return lines
 
 
-def page(results: Sequence[Result], command: str) -> str:
+def page(results: Sequence[Result]) -> str:
     """Return the page of results."""
     lines = [
         "# Faults by phase",
         "",
-        f"`{command}`",
+        "`python benchmarks/faults.py --keep faults.jsonl --write benchmarks/faults.md`, run again and again",
         "",
         "What becomes of a training of two or three ranks in which one suffers a fault; see `faults.py`.",
         "",
@@ -178,7 +178,7 @@ def main() -> int:
     results = before + (make(trials, options.jobs, options.keep) if trials else [])
     print("\n".join(table(results)))
     if options.write is not None:
-        options.write.write_text(page(results, f"python benchmarks/faults.py {' '.join(sys.argv[1:])}"))
+        options.write.write_text(page(results))
     return int(any(result.verdict == "BAD" for result in results))
 
 
