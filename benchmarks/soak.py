@@ -99,7 +99,8 @@ class Soak:
         self.folder.mkdir()
         (self.folder / "soak_at_home.py").write_text(USERS_CODE)
         over = threading.Event()
-        beside = [threading.Thread(target=work, args=(over,)) for work in (self._strike, self._sample)]
+        works = [self._sample] if math.isinf(self.between) else [self._sample, self._strike]
+        beside = [threading.Thread(target=work, args=(over,)) for work in works]
         for thread in beside:
             thread.start()
         for _ in range(LAUNCHES):
@@ -148,7 +149,7 @@ class Soak:
     def _strike(self, over: threading.Event) -> None:
         """Let faults happen until the training is over."""
         drawn = random.Random(self.seed)
-        while not over.wait(min(drawn.expovariate(1 / self.between), 1e6)):
+        while not over.wait(drawn.expovariate(1 / self.between)):
             kind, place = drawn.choice(KINDS), drawn.random()
             ranks = ranks_of(self.folder)
             if not ranks or not (self.run / "metrics.jsonl").exists():

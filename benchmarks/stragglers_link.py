@@ -1,10 +1,11 @@
 """Does the verdict name a slow cable among hosts that are one group, where no other group can be compared?
 
-    python benchmarks/stragglers_link.py [--hosts 4] [--rate 1] [--slow 0.5] [--rounds 2]
+    python benchmarks/stragglers_link.py [--hosts 4] [--ranks 1] [--rate 1] [--slow 0.5] [--rounds 2]
 
 Ranks on emulated hosts (network namespaces, which take root) train a small model under dp. In turn nothing is
 slow; the cable of one host sends at a lower rate; it receives at a lower rate; both. The verdict has the
-timeline alone, without any predicted time.
+timeline alone, without any predicted time. With several ranks on each host, which share its cable, the ring
+is one of hosts.
 """
 
 from __future__ import annotations
@@ -37,11 +38,13 @@ _PORT = 29500
 _WAYS = {"nothing": (False, False), "sends": (True, False), "receives": (False, True), "both": (True, True)}
 
 
-def train(connection: Connection, rank: int, ranks: int, host: int, address: str, steps: int) -> None:
+def train(
+    connection: Connection, rank: int, ranks: int, name: str, host: int, address: str, steps: int
+) -> None:
     """Train as a rank on a host, each time that a folder is given."""
     try:
         enter_host(host)
-        os.environ |= {"MASTER_ADDR": address, "SHOAL_HOST_ID": f"host {rank}"}
+        os.environ |= {"MASTER_ADDR": address, "SHOAL_HOST_ID": name}
         torch.set_num_threads(1)
         store = TCPStore(address, _PORT, ranks, is_master=rank == 0)
         dist.init_process_group("shoal", store=store, rank=rank, world_size=ranks)
@@ -83,6 +86,7 @@ def judged(members: list[Connection], folder: Path) -> tuple[Verdict, Timeline]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--ranks", type=int, default=1, help="ranks on each host (default 1)")
     parser.add_argument("--rate", type=float, default=1.0, help="Gbit/s of every cable (default 1)")
     parser.add_argument("--slow", type=float, default=0.5, help="share of it that a slow cable has")
     parser.add_argument("--rounds", type=int, default=2)
@@ -95,9 +99,11 @@ def main() -> None:
     print("| slow | host | step | verdict |\n| --- | --- | --- | --- |")
     with tempfile.TemporaryDirectory() as temporary, Hosts(args.hosts, rate) as hosts:
         members = []
-        for rank in range(args.hosts):
+        for rank in range(args.hosts * args.ranks):
             ours, theirs = context.Pipe()
-            given = theirs, rank, args.hosts, hosts.process(rank), hosts.addresses[0], args.steps
+            host = rank // args.ranks
+            place = f"host {host}", hosts.process(host), hosts.addresses[0]
+            given = theirs, rank, args.hosts * args.ranks, *place, args.steps
             context.Process(target=train, args=given, daemon=True).start()
             members.append(ours)
         for round_ in range(args.rounds):
@@ -116,14 +122,14 @@ def main() -> None:
                     alarms += bool(found.stragglers)
                 else:
                     slow, named = slow + 1, named + len(found.stragglers)
-                    right += any(late in each.ranks for each in links)
+                    right += any(late * args.ranks in each.ranks for each in links)
                 print(f"| {way} | {late} | {1e3 * median(walls):.1f} ms | {words} |", flush=True)
         for connection in members:
             connection.send(None)
     print(
-        f"\n{args.hosts} hosts, cables of {args.rate:g} Gbit/s, a slow one of {args.slow * args.rate:g}: "
-        f"{right} of {slow} slow cables found, {named} named; {alarms} of {args.rounds} runs without a slow "
-        "cable had a straggler"
+        f"\n{args.hosts} hosts of {args.ranks} ranks, cables of {args.rate:g} Gbit/s, a slow one of "
+        f"{args.slow * args.rate:g}: {right} of {slow} slow cables found, {named} named; {alarms} of "
+        f"{args.rounds} runs without a slow cable had a straggler"
     )
 
 

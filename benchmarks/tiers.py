@@ -320,13 +320,14 @@ def picture(rows: dict[str, Any], expected: dict[str, tuple[float, float]]) -> s
                      f"{most_memory * tick / 4 / 2**30:.2f}</text>")  # fmt: skip
         parts.append(f'<text x="{edge - 6}" y="{y + 4:.0f}" text-anchor="end">'
                      f"{most_seconds * tick / 4:.1f}</text>")  # fmt: skip
-    for index, (name, seconds) in enumerate(rows["seconds"].items()):
+    for index, (name, _) in enumerate(sorted(rows["memory"].items(), key=lambda item: item[1])):
+        seconds = rows["seconds"][name]
         x, y = at(rows["memory"][name], median(seconds))
         low, high = at(0, min(seconds))[1], at(0, max(seconds))[1]
         parts.append(f'<path d="M{x:.0f},{low:.0f} V{high:.0f}" stroke="#1f6feb"/>')
         parts.append(f'<circle cx="{x:.0f}" cy="{y:.0f}" r="4" fill="#1f6feb"/>')
         side, anchor = (7, "start") if x < 0.8 * width else (-7, "end")
-        below = 16 if index % 2 else -6
+        below = (-6, 44, 22, 42, -18, 18)[index % 6]  # so that no label lies on another
         parts.append(f'<text x="{x + side:.0f}" y="{y + below:.0f}" text-anchor="{anchor}">{name}</text>')
     body = "\n".join(parts)
     return (

@@ -177,6 +177,9 @@ class WorkerError(ShoalError):
         reason: Its error, in one line.
         detail: Other facts, such as its traceback.
         exit_code: Exit code for the process that reports this.
+
+    Attributes:
+        host: Where the rank was, if there are several hosts.
     """
 
     def __init__(self, rank: int, reason: str, *, detail: str = "", exit_code: int = 1) -> None:
@@ -185,9 +188,11 @@ class WorkerError(ShoalError):
         self.reason = reason
         self.detail = detail
         self.exit_code = exit_code
+        self.host = ""
 
     def __str__(self) -> str:
-        return f"rank {self.rank} failed: {self.reason}"
+        where = f" on {self.host}" if self.host else ""
+        return f"rank {self.rank} failed{where}: {self.reason}"
 
 
 def nearest(given: str, options: Iterable[str]) -> str:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import Phase, settings
 from program_stand_ins import Programs
+from s3_stand_ins import served_bucket
 
 from shoal.testing import RankPool
 
@@ -66,6 +67,13 @@ def tiny_run(tmp_path_factory):
         "validation.samples=8",
     )
     return [argument for setting in settings for argument in ("--set", setting)]
+
+
+@pytest.fixture
+def bucket():
+    """The URL of an empty bucket, for long tests."""
+    with served_bucket() as url:
+        yield url
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from run_stand_ins import free_port, torchrun_environment
+from port_stand_ins import free_port
+from run_stand_ins import torchrun_environment
 
 from shoal.testing.programs import Programs as ForkedPrograms
 

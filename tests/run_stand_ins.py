@@ -7,12 +7,12 @@ import io
 import os
 import resource
 import signal
-import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
+from port_stand_ins import free_port
 
 from shoal.cli.main import main
 
@@ -82,13 +82,6 @@ def torchrun_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-
-
-def free_port() -> int:
-    """A port that nobody listens at."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
 
 
 def train(ranks, words, folder, on=1):

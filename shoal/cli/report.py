@@ -329,13 +329,8 @@ def _heading(summary: Mapping[str, Any]) -> str:
         rows.append(("explained", f"steps from {summary['since_step']} on, under this Plan"))
     for name in ("loss", "validation_loss", "validation_accuracy"):
         if (ends := summary[name]) is not None:
-            first, last = (f"{float(ends[end]['value']):.4f}" for end in ("first", "last"))
-            rows.append(
-                (
-                    words(name),
-                    f"{first} at step {ends['first']['step']}, {last} at step {ends['last']['step']}",
-                )
-            )
+            told = [f"{float(each['value']):.4f} at step {each['step']}" for each in ends.values()]
+            rows.append((words(name), ", ".join(dict.fromkeys(told))))
     if (served := summary["servers"]) is not None:
         of_workers = ", ".join(
             f"{each['contributions']} of worker {each['worker']}" for each in served["workers"]

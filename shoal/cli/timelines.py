@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from shoal.foreign import is_foreign, read_foreign
@@ -20,5 +21,5 @@ def timeline_at(path: Path) -> Timeline:
         ShoalError: A file of the Run is malformed.
     """
     if is_foreign(path):
-        return mark_bubbles(read_foreign(path))
+        return mark_bubbles(read_foreign(path, lambda text: print(f"shoal: {text}", file=sys.stderr)))
     return measured_timeline(Run.open(path))

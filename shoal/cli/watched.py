@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +20,7 @@ from shoal.run.follow import FollowedFile, sampled_lines
 from shoal.run.metrics import NOT_FINITE
 from shoal.simulate import Prediction, mark_bubbles, recorded_cluster
 from shoal.timeline import Breakdown, Kind, Span, Timeline, explain
+from shoal.timeline.clocks import OneClock, Origin, Tie, read_ties
 from shoal.timeline.lines import parse_span
 
 __all__ = ["Seen", "WatchedRun"]
@@ -34,6 +35,8 @@ _QUIET = 60.0
 """Seconds without news after which a run is said to be quiet."""
 _QUIET_AT_END, _OVER = 10.0, 300.0
 """Seconds without news after which a run without a lock has ended: after its last step, before it."""
+_TIES = 30.0
+"""Seconds after which measurements of the hosts' clocks are read again."""
 _HEADER = b'{"timeline":'
 
 
@@ -123,6 +126,7 @@ class WatchedRun:
         self._unread = 0
         self._changed = _last_change(run)
         self._judged: tuple[Timeline, Breakdown | None, Verdict] | None = None
+        self._ties: tuple[float, list[Tie]] | None = None
         for line in sampled_lines(run.metrics_file, _POINTS):
             self._take(line)
         for curve in self._curves.values():
@@ -197,10 +201,22 @@ class WatchedRun:
         return max(0, steps - self._values["step"]) * sum(self._paces) / len(self._paces)
 
     def _timeline(self) -> Timeline:
-        ranks = list(self._ranks.values())
-        origin = min((each.origin for each in ranks if each.origin is not None), default=0)
-        spans = [span for each in ranks for span in each.spans(origin)]
-        return mark_bubbles(Timeline(spans, origin_unix_ns=origin))
+        ranks = [each for each in self._ranks.values() if each.origin is not None]
+        clock = self._clock([each.origin for each in ranks if each.origin is not None])
+        origin = min((clock.unix_ns(each.origin) for each in ranks if each.origin is not None), default=0)
+        spans = [span for each in ranks for span in each.spans(clock, origin)]
+        hosts = {each.rank: each.origin.host for each in ranks if each.origin is not None}
+        return mark_bubbles(Timeline(spans, origin_unix_ns=origin, clock_error=clock.error, hosts=hosts))
+
+    def _clock(self, origins: Sequence[Origin]) -> OneClock:
+        """Return the one clock of all hosts, from measurements that are read now and then."""
+        now = time.monotonic()
+        if self._ties is None or now - self._ties[0] > _TIES:
+            self._ties = (
+                now,
+                read_ties(self._run.timeline) if len({each.host for each in origins}) > 1 else [],
+            )
+        return OneClock.of(origins, self._ties[1])
 
 
 @final
@@ -235,8 +251,8 @@ class _FollowedRank:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = FollowedFile(path)
-        self._rank = 0
-        self.origin: int | None = None  # until there is a header
+        self.rank = 0
+        self.origin: Origin | None = None  # until there is a header
         self._spans: list[Span] = []
         self.unread = 0
         if (header := _last_header(path)) is not None:
@@ -251,15 +267,19 @@ class _FollowedRank:
                 if "timeline" in fields:
                     self._begin(fields)
                 elif self.origin is not None:
-                    self._take(parse_span(fields, rank=self._rank, offset=0.0))
+                    self._take(parse_span(fields, rank=self.rank, offset=0.0))
             except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
                 self.unread += bool(line.strip())
         self._forget()
         return bool(lines)
 
-    def spans(self, origin: int) -> list[Span]:
-        """Return the spans with starts counted from another origin, in nanoseconds."""
-        offset = ((self.origin or 0) - origin) / 1e9
+    def spans(self, clock: OneClock, origin: int) -> list[Span]:
+        """Return the spans with starts counted from an origin on the one clock, in nanoseconds."""
+        own = self.origin
+        assert own is not None
+        offset = (clock.unix_ns(own) - origin) / 1e9
+        if own.host in clock.fits:
+            return [_later(span, offset + clock.correction(own, span.start)) for span in self._spans]
         if offset == 0:
             return self._spans
         return [_later(span, offset) for span in self._spans]
@@ -271,7 +291,8 @@ class _FollowedRank:
 
     def _begin(self, header: Mapping[str, Any]) -> None:
         """Begin anew: a process that starts again has a clock of its own."""
-        self._rank, self.origin = int(header["rank"]), int(header["origin_unix_ns"])
+        host, monotonic = str(header.get("host", "")), int(header.get("origin_monotonic_ns", 0))
+        self.rank, self.origin = int(header["rank"]), Origin(host, int(header["origin_unix_ns"]), monotonic)
         self._spans.clear()
 
     def _forget(self) -> None:

@@ -63,7 +63,7 @@ def _text(summary: Mapping[str, Any]) -> str:
     head = labelled(
         [
             ("steps", f"{steps[0]} to {steps[-1]}"),
-            ("step", f"{seconds:.6f} s"),
+            ("step", f"{seconds:.6f} s, with what lies between steps, such as validation"),
             ("replayed", f"{summary['replayed']:.6f} s ({summary['replayed'] / seconds - 1:+.2%})"),
             ("slowdown", f"{summary['slowdown']:.3f}, over an ideal step of {summary['ideal']:.6f} s"),
             ("ideal", "each kind of work takes the mean over ranks, each transfer the median of alike ones"),

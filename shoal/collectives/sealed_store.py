@@ -39,6 +39,9 @@ _LEAST, _MOST = 32, 4096  # bytes of a secret
 _NONCE = 16  # bytes
 _SIGNATURE = 32
 
+_KEPT: list[SealedStore] = []
+"""All of this process: native code that holds a store, as PrefixStore does, does not keep its Python half."""
+
 
 def read_secret(environment: Mapping[str, str] = os.environ) -> bytes | None:
     """Return the secret of a training; None if it has none.
@@ -84,9 +87,12 @@ class SealedStore(Store):
         secret: The secret that all ranks know.
     """
 
-    def __init__(self, inner: Store, secret: bytes) -> None:
+    def __init__(self, inner: Any, secret: bytes) -> None:
         super().__init__()
-        self._inner: Any = inner  # torch's stubs know no stores of bytes
+        _KEPT.append(self)
+        self._secret = secret
+        self._inner = inner  # torch's stubs know neither stores of bytes nor a store's timeout
+        self.set_timeout(inner.timeout)
         self._encryption = hmac.digest(secret, b"shoal store: encryption", "sha256")
         self._signing = hmac.digest(secret, b"shoal store: signature", "sha256")
 
@@ -105,6 +111,7 @@ class SealedStore(Store):
         Raises:
             CommunicationError: Somebody without the secret wrote it.
         """
+        self.wait([key])
         return self._open(key, self._inner.get(key))
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
@@ -135,24 +142,20 @@ class SealedStore(Store):
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are there."""
-        if timeout is None:
-            self._inner.wait(keys)
-        else:
-            self._inner.wait(keys, timeout)
+        own: Any = self
+        self._inner.wait(keys, own.timeout if timeout is None else timeout)
 
     def num_keys(self) -> int:
         """Return the number of keys."""
         return int(self._inner.num_keys())
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time limit of later calls."""
-        self._inner.set_timeout(timeout)
+    # What native code, such as a PrefixStore, calls has these names.
+    deleteKey = delete_key  # noqa: N815
+    getNumKeys = num_keys  # noqa: N815
 
-    @property
-    def timeout(self) -> timedelta:
-        """The time limit of calls."""
-        limit: timedelta = self._inner.timeout
-        return limit
+    def clone(self) -> Store:
+        """Return another store with the same values, and a connection of its own."""
+        return SealedStore(self._inner.clone(), self._secret)
 
     def _seal(self, key: str, value: str | bytes | Any) -> bytes:
         content = value.encode() if isinstance(value, str) else bytes(value)

@@ -132,10 +132,10 @@ def _slow(
     if others:
         judged = [step for step in judged if all(step in each.seconds for each in others)]
         normal = [median(each.seconds[step] for each in others) for step in judged]
-        against, least = "than the same in other groups", policy.slow_link
+        against, least = "as the same in other groups", policy.slow_link
     elif transfers.is_predicted:
         normal = [transfers.predicted[step] for step in judged]
-        against, least = "than predicted", policy.slow_predicted
+        against, least = "as predicted", policy.slow_predicted
     else:
         return None
     if len(judged) < policy.fewest_steps or median(normal) <= 0:

@@ -10,7 +10,7 @@ from shoal.diagnosis.bottleneck import ADVICE, Bottleneck, bottleneck_of
 from shoal.diagnosis.links import find_slow_links
 from shoal.diagnosis.own_work import OwnWork, own_work
 from shoal.diagnosis.policy import POLICY, Policy
-from shoal.diagnosis.ring_links import find_slow_ring_links, is_ring
+from shoal.diagnosis.ring_links import find_slow_ring_links, ring_of
 from shoal.diagnosis.straggler import Straggler, find_stragglers, peers_of
 from shoal.timeline import Kind, Meeting, Parts, Timeline, explain, meetings
 from shoal.timeline.parts import mean
@@ -94,7 +94,7 @@ def verdict(
     stragglers: list[Straggler] = []
     if is_joined:
         stragglers = find_stragglers(works, held_up(met, works), steps, policy)
-        rings = find_slow_ring_links(met, works, steps, policy, timeline.clock_error or 0.0)
+        rings = find_slow_ring_links(met, works, steps, policy, timeline.clock_error, timeline.hosts)
         stragglers += rings or find_slow_links(met, works, steps, policy, predicted)
         stragglers.sort(key=lambda each: -each.seconds)
     breakdown = explain(timeline)
@@ -180,10 +180,13 @@ def _missing(
             "arrivals between hosts, exactly: their clocks were not compared, so they are as exact as the "
             "wall clocks."
         )
-    if not predicted and len({each.group for each in between}) == 1 and not any(map(is_ring, between)):
+    is_alone = not predicted and len({each.group for each in between}) == 1
+    if is_alone and (
+        timeline.clock_error is None or not any(ring_of(each, timeline.hosts) for each in between)
+    ):
         missing.append(
             "whether a link is slow: there is one group only, no predicted time to compare, and no ring of "
-            "three ranks whose ends could tell."
+            "three ranks or hosts whose ends could tell."
         )
     if not any(span.kind == Kind.DATA_WAIT for span in timeline):
         missing.append("how long ranks wait for data: the timeline has no such spans.")

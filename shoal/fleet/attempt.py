@@ -105,6 +105,7 @@ class Attempt:
         self._work = work
         self._signals = signals
         self._token = secrets.token_hex(16)
+        self._secret = secrets.token_hex(32)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._agents: dict[str, _Agent] = {}
         self._signal = ""
@@ -176,6 +177,7 @@ class Attempt:
             words=tuple(work.words),
             module="shoal.train",
             environment=dict(work.environment),
+            secret=self._secret,
             ranks=host.ranks or work.ranks,
             opens_store=is_first,
             address=(work.address if is_first else "") or host.address,

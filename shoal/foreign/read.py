@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shoal.errors import RunError
@@ -25,10 +25,14 @@ def is_foreign(path: str | os.PathLike[str]) -> bool:
     return given.is_file() and given.name.endswith((*_TRACES, *_TABLES))
 
 
-def read_foreign(path: str | os.PathLike[str]) -> Timeline:
+def read_foreign(path: str | os.PathLike[str], tell: Callable[[str], object] = lambda text: None) -> Timeline:
     """Read the Timeline of another program.
 
     A folder holds traces of PyTorch's profiler, one a rank, or one table of operations.
+
+    Args:
+        path: The folder or the file.
+        tell: Gets a sentence if only a part of a large table is used.
 
     Raises:
         RunError: There is no such file, or not one that can be read; the message names the place in it.
@@ -38,7 +42,7 @@ def read_foreign(path: str | os.PathLike[str]) -> Timeline:
     tables = _inside(given, _TABLES) if given.is_dir() else [given] if _ends(given, _TABLES) else []
     traces = _inside(given, _TRACES) if given.is_dir() else [given] if _ends(given, _TRACES) else []
     if len(tables) == 1:
-        return read_table(tables[0])
+        return read_table(tables[0], tell)
     if traces and not tables:
         return read_traces(traces)
     raise RunError(

@@ -9,10 +9,10 @@ Columns, with other names that are understood, such as those of ByteDance's trac
     end (end_ts), or duration       seconds
     stage, dp_rank, microbatch (micro_batch, mb_id), gmc (the virtual stage in the whole model)
 
-If starts count from the start of each step, steps are laid one after another. A message joins the stage
-before and the stage after; a collective of gradients or parameters joins the ranks of a stage, one of the
-embeddings the ranks that have it in a pipeline, and clipping all ranks. The k-th of a kind is the same one
-on all its ranks.
+Capitals and white space in names of columns do not matter. Times are in another unit if the name says so:
+`start_us`, `duration (ms)`. If starts count from the start of each step, steps are laid one after another.
+
+A table may be larger than memory: of more than a million rows the newest steps are kept, at least 32 of them.
 """
 
 from __future__ import annotations
@@ -20,81 +20,105 @@ from __future__ import annotations
 import csv
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from shoal.errors import MissingExtraError, RunError
-from shoal.foreign.waits import with_waits
-from shoal.timeline import Kind, Lane, Purpose, Span, Timeline
+from shoal.foreign.joined import Joined
+from shoal.foreign.operation import Operation
+from shoal.lines import bounded_lines
+from shoal.timeline import Timeline
 
 __all__ = ["read_table"]
 
 _NAMES: dict[str, tuple[str, ...]] = {
     "rank": ("rank", "global_rank"),
-    "step": ("step", "iteration"),
-    "kind": ("kind", "optype", "op_type", "op", "name"),
-    "start": ("start", "start_ts"),
-    "end": ("end", "end_ts"),
+    "step": ("step", "iteration", "iter"),
+    "kind": ("kind", "optype", "op_type", "op", "operation", "name"),
+    "start": ("start", "start_ts", "start_time", "begin", "ts"),
+    "end": ("end", "end_ts", "end_time", "stop"),
     "duration": ("duration", "dur"),
-    "stage": ("stage", "pp_rank"),
+    "stage": ("stage", "pp_rank", "pp_stage"),
     "dp": ("dp_rank",),
     "tp": ("tp_rank",),
-    "microbatch": ("microbatch", "micro_batch", "micro-batch", "mb_id"),
+    "microbatch": ("microbatch", "micro_batch", "micro-batch", "microbatch_id", "mb_id"),
     "chunk": ("gmc",),
 }
+_UNIT = re.compile(r"[\s_]*[\[(]?(s|sec|seconds|ms|us|µs|ns)[\])]?$")
+_SECONDS = {"s": 1.0, "sec": 1.0, "seconds": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
+_TIMES = ("start", "end", "duration")
+_ENOUGH_ROWS = 1_000_000
 _MOST_ROWS = 5_000_000
+_FEWEST_STEPS = 32
+_LONGEST_STEP = 86_400.0  # seconds
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One operation."""
-
-    rank: int
-    step: int
-    kind: str
-    start: float
-    stop: float
-    stage: int
-    dp: int
-    microbatch: int | None
-    chunk: int
-
-
-def read_table(path: Path) -> Timeline:
+def read_table(path: Path, tell: Callable[[str], object]) -> Timeline:
     """Read a CSV or Parquet table.
 
+    Args:
+        path: The table.
+        tell: Gets a sentence if only a part of a large table is used.
+
     Raises:
-        RunError: A column is missing, a value cannot be read, or the table is too large.
+        RunError: A column is missing, a value cannot be read, or a step has too many rows.
         MissingExtraError: Parquet needs the package `pyarrow`.
     """
-    rows = _one_after_another(list(_rows(path)))
-    if not rows:
+    newest = _Newest(path)
+    for row in _rows(path):
+        newest.add(row)
+    if not newest.by_step:
         raise RunError(
             f"{path} has no rows",
             possible="a table with a row for each operation",
             change="give another table",
         )
-    spans = _Joined(rows).spans()
-    return Timeline(spans)
+    if newest.dropped is not None:
+        tell(f"{path} has more rows than are used: those of step {min(newest.by_step)} and later are")
+    rows = _one_after_another(path, [row for rows in newest.by_step.values() for row in rows])
+    newest.by_step.clear()
+    return Timeline(Joined(rows).spans())
 
 
-def _rows(path: Path) -> Iterator[_Row]:
+class _Newest:
+    """The rows of the newest steps."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._count = 0
+        self.by_step: dict[int, list[Operation]] = {}
+        self.dropped: int | None = None  # the newest step without rows here
+
+    def add(self, row: Operation) -> None:
+        """Take a row; drop the oldest step if there are too many."""
+        if self.dropped is not None and row.step <= self.dropped:
+            return
+        self.by_step.setdefault(row.step, []).append(row)
+        self._count += 1
+        while self._count > (_ENOUGH_ROWS if len(self.by_step) > _FEWEST_STEPS else _MOST_ROWS):
+            if len(self.by_step) == 1:
+                raise RunError(
+                    f"step {row.step} of {self._path} has more than {_MOST_ROWS:,} rows",
+                    possible="steps up to this size",
+                    change="leave out operations or ranks",
+                )
+            self.dropped = min(self.by_step)
+            self._count -= len(self.by_step.pop(self.dropped))
+
+
+def _rows(path: Path) -> Iterator[Operation]:
     """Yield the operations; the message of an error names the row."""
-    columns: dict[str, str] | None = None
+    columns: dict[str, tuple[str, float]] | None = None
     ranks: dict[tuple[int, int, int], int] = {}
     for number, fields in enumerate(_records(path), start=1):
         if columns is None:
             columns = _columns(path, fields)
-        if number > _MOST_ROWS:
-            raise RunError(
-                f"{path} has more than {_MOST_ROWS:,} rows",
-                possible="tables up to this size",
-                change="cut the table to fewer steps",
-            )
         try:
-            yield _row({name: fields[column] for name, column in columns.items()}, ranks)
+            yield _operation(fields, columns, ranks)
         except (TypeError, ValueError, OverflowError) as error:
             raise RunError(
                 f"row {number} of {path} is not an operation: {error}",
@@ -107,8 +131,7 @@ def _records(path: Path) -> Iterator[Mapping[str, Any]]:
     """Yield the rows of the file as they are, some at a time."""
     try:
         if path.name.endswith(".csv"):
-            with path.open(newline="", encoding="utf-8", errors="replace") as file:
-                yield from csv.DictReader(file)
+            yield from csv.DictReader(bounded_lines(path))
             return
         try:
             from pyarrow import ArrowException, parquet
@@ -116,8 +139,7 @@ def _records(path: Path) -> Iterator[Mapping[str, Any]]:
             raise MissingExtraError("reading parquet", package="pyarrow", extra="parquet") from error
         try:
             with parquet.ParquetFile(path) as table:
-                known = {name for names in _NAMES.values() for name in names}
-                columns = [name for name in table.schema_arrow.names if name in known]
+                columns = [name for name in table.schema_arrow.names if _meaning(name) is not None]
                 for batch in table.iter_batches(columns=columns):
                     yield from batch.to_pylist()
         except ArrowException as error:
@@ -134,15 +156,30 @@ def _unreadable(path: Path, error: Exception) -> RunError:
     )
 
 
-def _columns(path: Path, fields: Mapping[str, Any]) -> dict[str, str]:
-    """Return the columns of the table by what they mean."""
-    columns = {
-        meaning: name for meaning, names in _NAMES.items() for name in reversed(names) if name in fields
-    }
-    missing = [name for name in ("step", "kind", "start") if name not in columns]
-    if "end" not in columns and "duration" not in columns:
+def _meaning(column: object) -> tuple[str, int, float] | None:
+    """Return what a column means, its place among columns that mean this, and its unit in seconds."""
+    given = str(column).strip().lower().replace(" ", "_")
+    for meaning, names in _NAMES.items():
+        if given in names:
+            return meaning, names.index(given), 1.0
+        unit = _UNIT.search(given)
+        if meaning in _TIMES and unit is not None and (name := given[: unit.start()]) in names:
+            return meaning, names.index(name), _SECONDS[unit[1]]
+    return None
+
+
+def _columns(path: Path, fields: Mapping[str, Any]) -> dict[str, tuple[str, float]]:
+    """Return the columns of the table by what they mean, with their units."""
+    found: dict[str, tuple[int, str, float]] = {}
+    for column in fields:
+        if (meant := _meaning(column)) is not None:
+            meaning, place, unit = meant
+            if meaning not in found or place < found[meaning][0]:
+                found[meaning] = place, column, unit
+    missing = [name for name in ("step", "kind", "start") if name not in found]
+    if "end" not in found and "duration" not in found:
         missing.append("end or duration")
-    if "rank" not in columns and "stage" not in columns and "dp" not in columns:
+    if "rank" not in found and "stage" not in found and "dp" not in found:
         missing.append("rank")
     if missing:
         raise RunError(
@@ -150,30 +187,41 @@ def _columns(path: Path, fields: Mapping[str, Any]) -> dict[str, str]:
             possible="the columns rank, step, kind, start, and end or duration",
             change="rename the columns",
         )
-    return columns
+    return {meaning: (column, unit) for meaning, (_, column, unit) in found.items()}
 
 
-def _row(fields: Mapping[str, Any], ranks: dict[tuple[int, int, int], int]) -> _Row:
-    stage, dp, tp = (int(float(fields.get(name) or 0)) for name in ("stage", "dp", "tp"))
-    if "rank" in fields:
-        rank = int(float(fields["rank"]))
+def _operation(
+    fields: Mapping[str, Any],
+    columns: Mapping[str, tuple[str, float]],
+    ranks: dict[tuple[int, int, int], int],
+) -> Operation:
+    def value(meaning: str) -> Any:
+        return fields[columns[meaning][0]] if meaning in columns else None
+
+    def seconds(meaning: str) -> float:
+        column, unit = columns[meaning]
+        return float(fields[column]) * unit
+
+    stage, dp, tp = (_number(value(name)) or 0 for name in ("stage", "dp", "tp"))
+    if "rank" in columns:
+        rank = int(float(value("rank")))
     else:
         rank = ranks.setdefault((stage, dp, tp), len(ranks))
-    start = float(fields["start"])
-    given = fields.get("end")
-    stop = start + float(fields["duration"]) if given is None or given == "" else float(given)
+    start = seconds("start")
+    has_end = "end" in columns and value("end") not in (None, "")
+    stop = seconds("end") if has_end else start + seconds("duration")
     if not (math.isfinite(start) and math.isfinite(stop) and stop >= start and rank >= 0):
         raise ValueError(f"rank {rank} from {start} to {stop}")
-    chunk = _number(fields.get("chunk"))
-    return _Row(
+    chunk = _number(value("chunk"))
+    return Operation(
         rank=rank,
-        step=int(float(fields["step"])),
-        kind=str(fields["kind"]).strip().lower().replace("_", "-"),
+        step=int(float(value("step"))),
+        kind=sys.intern(str(value("kind")).strip().lower().replace("_", "-")),
         start=start,
         stop=stop,
         stage=stage,
         dp=dp,
-        microbatch=_number(fields.get("microbatch")),
+        microbatch=_number(value("microbatch")),
         chunk=stage if chunk is None else chunk,
     )
 
@@ -183,13 +231,20 @@ def _number(value: Any) -> int | None:
     return None if value is None or value == "" or value != value else int(float(value))
 
 
-def _one_after_another(rows: Sequence[_Row]) -> list[_Row]:
+def _one_after_another(path: Path, rows: Sequence[Operation]) -> list[Operation]:
     """Return the rows on one axis of time, by start; starts may count from the start of each step."""
     windows: dict[int, tuple[float, float]] = {}
     for row in rows:
         first, last = windows.get(row.step, (row.start, row.stop))
         windows[row.step] = min(first, row.start), max(last, row.stop)
     steps = sorted(windows)
+    usual = median(last - first for first, last in windows.values())
+    if usual > _LONGEST_STEP:
+        raise RunError(
+            f"a step of {path} would take {usual:,.0f} s, so its times are hardly in seconds",
+            possible="times in seconds, or columns that name their unit, such as start_us and duration_us",
+            change="rename the columns of times",
+        )
     overlapping = sum(
         windows[after][0] < (windows[before][0] + windows[before][1]) / 2
         for before, after in itertools.pairwise(steps)
@@ -202,114 +257,10 @@ def _one_after_another(rows: Sequence[_Row]) -> list[_Row]:
             shift[step] = now - first
             now += last - first
     moved = (
-        _Row(
+        Operation(
             *(row.rank, row.step, row.kind, row.start + shift[row.step], row.stop + shift[row.step]),
             *(row.stage, row.dp, row.microbatch, row.chunk),
         )
         for row in rows
     )
     return sorted(moved, key=lambda row: row.start)
-
-
-class _Joined:
-    """The rows, and which ranks their communications join."""
-
-    def __init__(self, rows: Sequence[_Row]) -> None:
-        self._rows = rows
-        self._places = {row.rank: (row.stage, row.dp) for row in rows}
-        self._by_place: dict[tuple[int, int], list[int]] = {}
-        self._with_kind: dict[str, set[int]] = {}
-        for rank, place in self._places.items():
-            self._by_place.setdefault(place, []).append(rank)
-        for row in rows:
-            self._with_kind.setdefault(row.kind, set()).add(row.rank)
-        self._stages = 1 + max(stage for stage, _ in self._places.values())
-
-    def spans(self) -> list[Span]:
-        """Return the spans of all ranks, with a span for each step and with waits."""
-        by_rank: dict[int, list[Span]] = {}
-        windows: dict[tuple[int, int], tuple[float, float]] = {}
-        for row in self._rows:
-            by_rank.setdefault(row.rank, []).append(self._span(row))
-            first, last = windows.get((row.rank, row.step), (row.start, row.stop))
-            windows[row.rank, row.step] = min(first, row.start), max(last, row.stop)
-        for (rank, step), (first, last) in windows.items():
-            by_rank[rank].append(Span(rank, Lane.COMPUTE, Kind.STEP, str(step), first, last - first))
-        return [span for spans in by_rank.values() for span in with_waits(spans)]
-
-    def _span(self, row: _Row) -> Span:
-        times = row.start, row.stop - row.start
-        joined = self._communication(row)
-        if joined is not None:
-            name, purpose, group = joined
-            return Span(
-                *(row.rank, Lane.COMMUNICATION, Kind.COLLECTIVE, name, *times),
-                group=group,
-                purpose=purpose,
-            )
-        kind, name = _work(row)
-        return Span(row.rank, Lane.COMPUTE, kind, name, *times)
-
-    def _communication(self, row: _Row) -> tuple[str, str, tuple[int, ...]] | None:
-        """Return name, purpose and group of a communication; None for other work."""
-        kind = row.kind
-        if kind.endswith(("-send", "-recv")):
-            is_forward = kind.startswith("forward")
-            ahead = is_forward == kind.endswith("-send")
-            other = (row.stage + (1 if ahead else -1)) % self._stages
-            pair = tuple(sorted({row.rank, self._beside(row.rank, (other, row.dp))}))
-            return f"{'activation' if is_forward else 'gradient'}:{pair}", Purpose.PIPELINE, pair
-        if "clip" in kind:
-            return f"all_reduce:{kind}", Purpose.CONTROL, tuple(sorted(self._with_kind[kind]))
-        for operation in (
-            "all-reduce",
-            "allreduce",
-            "reduce-scatter",
-            "reducescatter",
-            "all-gather",
-            "allgather",
-        ):
-            if operation in kind:
-                return f"{operation}:{kind}", self._purpose(kind), self._group(row)
-        return None
-
-    @staticmethod
-    def _purpose(kind: str) -> str:
-        return Purpose.TENSOR if kind.startswith(("tp-", "layernorm")) else Purpose.DATA
-
-    def _group(self, row: _Row) -> tuple[int, ...]:
-        having = self._with_kind[row.kind]
-        if row.kind.startswith(("tp-", "layernorm")):
-            found = set(self._by_place[row.stage, row.dp])
-        elif row.kind.startswith("embedding"):
-            found = {rank for rank in having if self._places[rank][1] == row.dp}
-        else:
-            found = {rank for rank in having if self._places[rank][0] == row.stage}
-            if len(found) > len({self._places[rank] for rank in found}):  # several along tp: their like only
-                place = self._by_place[row.stage, row.dp].index(row.rank)
-                found = {
-                    ranks[place]
-                    for (stage, _), ranks in self._by_place.items()
-                    if stage == row.stage and place < len(ranks)
-                }
-        return tuple(sorted(found & having | {row.rank}))
-
-    def _beside(self, rank: int, place: tuple[int, int]) -> int:
-        """Return the rank at a place that is there what this rank is at its own place."""
-        others = self._by_place.get(place, [rank])
-        return others[min(self._by_place[self._places[rank]].index(rank), len(others) - 1)]
-
-
-def _work(row: _Row) -> tuple[str, str]:
-    """Return kind and name of work; in a pipeline the name is the action."""
-    action = "" if row.microbatch is None else str(row.microbatch)
-    if row.kind.startswith("forward"):
-        return Kind.FORWARD, f"{row.chunk}F{action}" if action else ""
-    if row.kind.startswith("backward"):
-        letter = "W" if "wgrad" in row.kind else "B"
-        return Kind.BACKWARD, f"{row.chunk}{letter}{action}" if action else ""
-    if row.kind.startswith("optimizer"):
-        return Kind.OPTIMIZER, ""
-    if row.kind.startswith("data") or row.kind in ("loader", "dataloader"):
-        return Kind.DATA_WAIT, ""
-    return Kind.OTHER, row.kind

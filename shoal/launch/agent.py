@@ -5,13 +5,16 @@ See `shoal.launch.messages`. The agent outlives the fleet only until its ranks h
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import final
@@ -19,6 +22,7 @@ from typing import final
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from shoal.collectives.sealed_store import SECRET_FILE
 from shoal.errors import ConfigError, ShoalError
 from shoal.launch.launcher import launch_on_node
 from shoal.launch.messages import NOW, Here, Task, from_line, to_line
@@ -47,7 +51,7 @@ def main() -> int:
         return 2
     try:
         _prepare(task)
-        with open_nursery(task.module) as nursery:
+        with _shared(task.secret), open_nursery(task.module) as nursery:
             address, ranks = task.address or own_address(), task.ranks or ranks_here()
             store = open_store(address, task.port) if task.opens_store else None
             port = 0 if store is None else store.port
@@ -125,6 +129,19 @@ def _prepare(task: Task) -> None:
             possible="a directory that every host has",
             change="give another --folder",
         ) from error
+
+
+@contextlib.contextmanager
+def _shared(secret: str) -> Iterator[None]:
+    """Let ranks find the secret of the store in a file that this user alone can read."""
+    if os.environ.get(SECRET_FILE):
+        yield
+        return
+    with tempfile.NamedTemporaryFile("w", prefix="shoal-secret-") as file:  # its mode is 0600
+        file.write(secret)
+        file.flush()
+        os.environ[SECRET_FILE] = file.name
+        yield
 
 
 @final

@@ -24,7 +24,7 @@ from shoal.errors import CommunicationError
 from shoal.launch.elastic import member_environments
 from shoal.launch.gate import Gate, StoreDoor
 from shoal.launch.hosts import Meeting, surroundings
-from shoal.launch.launcher import END, listen_for
+from shoal.launch.launcher import END, TERMINAL, listen_for
 from shoal.launch.link import Link, LinkBusyError, dial
 from shoal.launch.linked_hosts import BEAT, SILENCE
 from shoal.launch.local_ranks import LocalRanks
@@ -33,6 +33,7 @@ from shoal.launch.membership import AFTER
 from shoal.launch.memory_files import files_service
 from shoal.launch.nursery import Nursery
 from shoal.launch.outcome import Outcome
+from shoal.launch.relay import Relay
 from shoal.launch.stopping import StopRequest, signals_noted
 from shoal.launch.token import read_token
 
@@ -130,6 +131,7 @@ class _Following:
         self._told: queue.Queue[Mapping[str, Any] | OSError] = queue.Queue()
         self._is_ended = threading.Event()
         self._ranks: LocalRanks | None = None
+        self._relay = Relay()
         self._reported: set[int] = set()
         self._stopped: list[int] = []
 
@@ -176,6 +178,8 @@ class _Following:
             print("shoal: this host stands by", file=sys.stderr, flush=True)
         elif told["do"] == "begin":
             self._begin(told, folder, stack)
+        elif told["do"] == "more":
+            self._relay.shown()
         elif self._ranks is not None and told["do"] == "signal":
             self._ranks.signal(int(told["number"]), [int(rank) for rank in told["ranks"]])
         elif self._ranks is not None and told["do"] == "start":
@@ -193,9 +197,12 @@ class _Following:
         environments = member_environments(
             str(folder), numbers, int(told["ranks"]), door.port, around, self._nursery
         )
+        for each in environments.values():
+            each.pop(TERMINAL, None)  # its ranks' lines go to another terminal too: no place for a bar
         command = [sys.executable, "-m", self._module, str(job)]
         logs = Path(told["run"]) / "log"
-        self._ranks = stack.enter_context(LocalRanks(command, environments, logs, self._nursery))
+        ranks = LocalRanks(command, environments, logs, self._nursery, relay=self._relay)
+        self._ranks = stack.enter_context(ranks)
         names = f"{numbers.start} to {numbers.stop - 1}"
         print(f"shoal: this host has ranks {names} of the run {told['run']}", file=sys.stderr, flush=True)
 
@@ -206,7 +213,9 @@ class _Following:
         self._reported.discard(rank)
 
     def _report(self, ranks: LocalRanks, folder: Path) -> None:
-        """Tell which ranks have ended, and how, and which are stopped."""
+        """Tell what the ranks print, which have ended, and how, and which are stopped."""
+        if lines := self._relay.take():
+            self._tell(lines=lines)
         codes = {rank: code for rank, code in ranks.exit_codes().items() if rank not in self._reported}
         if codes:
             outcomes = {each.rank: dataclasses.asdict(each) for each in Outcome.read_all(folder)}
@@ -221,6 +230,8 @@ class _Following:
         if self._ranks is not None:
             self._ranks.signal(signal.SIGTERM)
             listen_for(self._ranks, END)
+            self._ranks.end()
+            self._tell(lines=self._relay.take_all(), last=True)
         if why:
             print(f"shoal: the run has ended on this host: {why}", file=sys.stderr, flush=True)
         return code

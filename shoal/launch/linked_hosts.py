@@ -7,8 +7,11 @@ Each other host has a launcher that keeps a link to this one. Over it go, one JS
       {"do": "begin", "numbers", "session", job...}     {"ended": {rank: [code, outcome]}}
       {"do": "start", "rank", "changes"}                {"stopped": [rank, ...]}
       {"do": "signal", "number", "ranks"}               {"leaves": true}
-      {"do": "end", "code", "why"}
+      {"do": "more"}                                    {"lines": [[rank, descriptor, text], ...]}
+      {"do": "end", "code", "why"}                      {"lines": [...], "last": true}        last of all
       {} every second                                   {} every second
+
+Lines are what its ranks have printed; the next ones come after "more".
 
 A host is gone if its link ends, or if nothing came for `SILENCE` seconds. Its session ends then: what its
 ranks still send to the store is refused, so that they cannot go on by themselves.
@@ -17,6 +20,7 @@ ranks still send to the store is refused, so that they cannot go on by themselve
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import secrets
 import signal
@@ -31,6 +35,8 @@ from typing import Any, final
 from shoal.launch.link import Link
 from shoal.launch.local_ranks import LocalRanks
 from shoal.launch.outcome import EXIT_STOPPED, Outcome
+from shoal.launch.output import NamedLines, pass_on
+from shoal.launch.relay import Lines
 
 __all__ = ["BEAT", "SILENCE", "Host", "LinkedHosts"]
 
@@ -40,6 +46,7 @@ SILENCE = 15.0
 BEAT = 1.0
 """Seconds between two messages of a host that has nothing to tell."""
 
+_LAST = 2.0  # seconds for the last lines of other hosts, when the run has ended
 _FRESH = 3 * BEAT  # seconds since a host's last message in which it is known to be there
 _LOST = -int(signal.SIGKILL)
 
@@ -151,8 +158,20 @@ class LinkedHosts:
             self._local.listen(seconds)
         else:
             time.sleep(seconds)
+        shown = []
         while not self._told.empty():
-            self._take(*self._told.get())
+            host, told = self._told.get()
+            if isinstance(told, Mapping) and "lines" in told:
+                _show(host, told["lines"])
+                shown.append(host)
+            else:
+                self._take(host, told)
+        for host in shown:  # no sooner, so that hosts that print without end do not keep this going
+            host.tell(do="more")
+
+    def where(self, rank: int) -> str:
+        """Return the host of a rank, for people; empty if it is gone."""
+        return next((str(host) for host in self.hosts if host.is_begun and rank in host.numbers), "")
 
     def can_start(self, rank: int) -> bool:
         """Return whether the host of a rank is there, and stays."""
@@ -237,10 +256,19 @@ class LinkedHosts:
         return any(host.session == session for host in self.hosts)
 
     def end(self, code: int, why: str) -> None:
-        """Tell all hosts that the run has ended, with which exit code, and why."""
+        """Tell all hosts that the run has ended, with which exit code, and why; show their last lines."""
         self._is_ended.set()
-        for host in self._linked:
+        left = list(self._linked)
+        for host in left:
             host.tell(do="end", code=code, why=why)
+        until = time.monotonic() + _LAST
+        with contextlib.suppress(queue.Empty):
+            while left:
+                host, told = self._told.get(timeout=max(0.0, until - time.monotonic()))
+                if isinstance(told, Mapping):
+                    _show(host, told.get("lines", []))
+                if host in left and (isinstance(told, OSError) or (told and "last" in told)):
+                    left.remove(host)
 
     def join(self, link: Link, asked: Mapping[str, Any]) -> None:
         """Take up a host, on the thread of its link, which listens to it until it is gone."""
@@ -339,3 +367,10 @@ class LinkedHosts:
         while not self._is_ended.wait(BEAT):
             for host in self._linked:
                 host.tell()
+
+
+def _show(host: Host, lines: Lines) -> None:
+    """Pass on lines of another host's ranks."""
+    for rank, descriptor, text in lines:
+        named = NamedLines(rank, overwrites=os.isatty(descriptor), host=host.name or host.address)
+        pass_on(named.take(text.encode() + b"\n"), descriptor)

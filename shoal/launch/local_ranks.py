@@ -16,6 +16,7 @@ from typing import Protocol, final
 
 from shoal.launch.nursery import ForkedRank, Nursery
 from shoal.launch.output import NamedLines, RankLog, pass_on
+from shoal.launch.relay import Relay
 
 __all__ = ["LocalRanks", "Processes"]
 
@@ -51,6 +52,7 @@ class LocalRanks:
         logs: The directory in which the output is also kept; None to keep nothing.
         nursery: The Nursery that ranks are forked from; None to start a program for each.
         host: This host's name, for lines of output, where there are several; empty if all ranks are here.
+        relay: Also takes the output, for the host that leads; None if no other host shows it.
     """
 
     def __init__(
@@ -60,8 +62,10 @@ class LocalRanks:
         logs: Path | None,
         nursery: Nursery | None = None,
         host: str = "",
+        relay: Relay | None = None,
     ) -> None:
         self._host = host
+        self._relay = relay
         self._command = command
         self._environments = environments
         self._nursery = nursery
@@ -79,8 +83,6 @@ class LocalRanks:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.end()
-        while self._outputs.get_map() and self._outputs.select(0):
-            self.listen(0)
         for key in list(self._outputs.get_map().values()):  # a child that outlives its rank may hold these
             self._close_output(key)
         self._outputs.close()
@@ -88,10 +90,12 @@ class LocalRanks:
             log.close()
 
     def end(self) -> None:
-        """Kill the ranks that are left, and wait until they have ended."""
+        """Kill the ranks that are left, and pass on their last output."""
         self.signal(signal.SIGKILL)
         for process in self._processes.values():
             process.wait()
+        while self._outputs.get_map() and self._outputs.select(0):
+            self.listen(0)
 
     def start_again(self, rank: int, changes: Mapping[str, str]) -> None:
         """Start a rank that has ended once more, with some changes of its environment."""
@@ -128,6 +132,8 @@ class LocalRanks:
             if data:
                 descriptor, log, lines = key.data
                 log.write(data)
+                if self._relay is not None:
+                    self._relay.add(log.rank, descriptor, data)
                 pass_on(lines.take(data), descriptor)
             else:
                 self._close_output(key)
@@ -144,7 +150,9 @@ class LocalRanks:
 
     def _close_output(self, key: selectors.SelectorKey) -> None:
         self._outputs.unregister(key.fileobj)
-        descriptor, _, lines = key.data
+        descriptor, log, lines = key.data
+        if self._relay is not None:
+            self._relay.end(log.rank, descriptor)
         pass_on(lines.end(), descriptor)
         assert not isinstance(key.fileobj, int)
         key.fileobj.close()  # type: ignore[attr-defined]

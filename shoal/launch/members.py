@@ -353,8 +353,12 @@ class Members:
         outcomes = [outcome for outcome in Outcome.read_all(self._folder) if outcome.rank in failed]
         given_up = next((member for member in failed if member in self._given_up), None)
         if given_up is not None and not any(outcome.error for outcome in outcomes):
-            return WorkerError(given_up, self._given_up[given_up], exit_code=1)
-        return root_cause(outcomes, failed)
+            failure = WorkerError(given_up, self._given_up[given_up], exit_code=1)
+        else:
+            failure = root_cause(outcomes, failed)
+        if self._linked is not None:
+            failure.host = self._linked.where(failure.rank)
+        return failure
 
     def _exit_code(self) -> int:
         """End what is left, and return the exit code of the training."""

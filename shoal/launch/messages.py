@@ -11,7 +11,7 @@
       end of input, or silence -------> the fleet is gone: the ranks save, and end
 
 A message is a line that begins with the token of the Task, which is random. So no output of a rank passes for
-a message, and what is secret, such as values of the environment, is in no command line.
+a message. What is secret, such as the store's secret and values of the environment, is in no command line.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class Task:
         words: Arguments of the program `shoal`.
         module: Module that is imported once for all ranks.
         environment: Variables that the ranks get besides those of the agent.
+        secret: What the ranks of all machines seal their store with, unless SHOAL_SECRET_FILE is set.
         ranks: Number of ranks; None for one for each GPU, or one.
         opens_store: Whether the ranks of all machines meet in a store that this agent opens.
         address: Address of the machine as the others reach it; empty to find it.
@@ -58,6 +59,7 @@ class Task:
     words: Sequence[str]
     module: str
     environment: Mapping[str, str]
+    secret: str
     ranks: int | None = None
     opens_store: bool = False
     address: str = ""

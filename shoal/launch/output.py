@@ -60,9 +60,10 @@ class RankLog:
 class NamedLines:
     """The output of a rank as it goes into the stream of all ranks.
 
-    Rank 0 speaks for the run: its output is passed on as it comes. Each line of another rank is passed on
-    whole, with the rank's number before it, so that lines of different ranks never mix. With several hosts
-    that is so for rank 0 too, and the host stands before the number.
+    Each line is passed on whole, with the rank's number before it, so that lines of different ranks never
+    mix. Rank 0 speaks for the run: its lines have no number, and a terminal gets them as they come, since
+    some overwrite themselves. With several hosts rank 0 is as the others, and the host stands before the
+    number.
 
     Args:
         rank: The global rank.
@@ -73,12 +74,13 @@ class NamedLines:
     def __init__(self, rank: int, *, overwrites: bool, host: str = "") -> None:
         name = f"[{host} rank {rank}] " if host else f"[rank {rank}] "
         is_alone = rank == 0 and not host
+        self._is_passed = is_alone and overwrites
         self._before = b"" if is_alone else (_OVERWRITE if overwrites else b"") + name.encode()
         self._torn = b""
 
     def take(self, data: bytes) -> bytes:
         """Return what is to be passed on, now that the rank has written this."""
-        if not self._before:
+        if self._is_passed:
             return data
         whole, newline, rest = (self._torn + data).rpartition(b"\n")
         if len(rest) > _LONGEST:  # without an end: pass on what is there

@@ -38,11 +38,7 @@ def mark_bubbles(timeline: Timeline) -> Timeline:
         if all(rank in by_rank for rank in ranks)
         for bubble in _bubbles({rank: by_rank[rank] for rank in ranks})
     ]
-    return Timeline(
-        [*timeline.spans, *bubbles],
-        origin_unix_ns=timeline.origin_unix_ns,
-        clock_error=timeline.clock_error,
-    )
+    return timeline.with_spans([*timeline.spans, *bubbles])
 
 
 def _rows_of(timeline: Timeline, rank: int) -> Iterator[tuple[int, Row]]:

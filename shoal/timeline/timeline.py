@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,14 +29,21 @@ class Timeline:
         origin_unix_ns: The wall-clock time of second 0, in nanoseconds; 0 for a prediction.
         clock_error: Seconds by which times of different ranks may be shifted against each other; None if it
             is not known, since hosts have clocks of their own that were not compared.
+        hosts: By rank, what its host is called; "" or no entry if it is not known.
     """
 
     def __init__(
-        self, spans: Iterable[Span], *, origin_unix_ns: int = 0, clock_error: float | None = 0.0
+        self,
+        spans: Iterable[Span],
+        *,
+        origin_unix_ns: int = 0,
+        clock_error: float | None = 0.0,
+        hosts: Mapping[int, str] | None = None,
     ) -> None:
         self.spans: tuple[Span, ...] = tuple(sorted(spans, key=lambda span: span.start))
         self.origin_unix_ns = origin_unix_ns
         self.clock_error = clock_error
+        self.hosts = {rank: host for rank, host in (hosts or {}).items() if host}
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -64,7 +71,13 @@ class Timeline:
     def window(self, start: float, stop: float) -> Timeline:
         """Return the spans that lie in [start, stop) wholly or in part, uncut."""
         inside = (span for span in self.spans if span.start < stop and span.stop > start)
-        return Timeline(inside, origin_unix_ns=self.origin_unix_ns, clock_error=self.clock_error)
+        return self.with_spans(inside)
+
+    def with_spans(self, spans: Iterable[Span]) -> Timeline:
+        """Return a Timeline of other spans, on the same clock and hosts."""
+        return Timeline(
+            spans, origin_unix_ns=self.origin_unix_ns, clock_error=self.clock_error, hosts=self.hosts
+        )
 
     def since_step(self, index: int) -> Timeline:
         """Return the spans since the first rank last began this step; none if it did not finish it."""
@@ -86,7 +99,8 @@ class Timeline:
         clock = OneClock.of((part.origin for part in parts), read_ties(directory))
         origin = min((clock.unix_ns(part.origin) for part in parts), default=0)
         spans = itertools.chain.from_iterable(part.spans(clock, origin) for part in parts)
-        return cls(spans, origin_unix_ns=origin, clock_error=clock.error)
+        hosts = {part.rank: part.origin.host for part in parts}
+        return cls(spans, origin_unix_ns=origin, clock_error=clock.error, hosts=hosts)
 
     def write(self, directory: str | os.PathLike[str]) -> None:
         """Write one file a rank into the directory, over files with these names; make the directory."""

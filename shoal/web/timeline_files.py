@@ -105,7 +105,8 @@ class TimelineFiles:
                 f"{_MOST_BYTES >> 20} MiB that a page reads at once: choose fewer steps"
             )
         spans = [span for file, found in ranges for span in file.read(*found, clock, origin)]
-        timeline = Timeline(spans, origin_unix_ns=origin, clock_error=clock.error)
+        hosts = {rank: parts[-1].origin.host for rank, parts in self.restarts().items()}
+        timeline = Timeline(spans, origin_unix_ns=origin, clock_error=clock.error, hosts=hosts)
         marks = [
             mark
             for rank in timeline.ranks

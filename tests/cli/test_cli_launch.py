@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from run_stand_ins import free_port
+from port_stand_ins import free_port
 
 from shoal.checkpoint import checkpoints, step_of
 from shoal.cli.main import main

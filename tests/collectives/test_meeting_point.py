@@ -7,16 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+from port_stand_ins import free_port
 
 from shoal.collectives.meeting_point import open_store
 
 LIMIT = timedelta(seconds=20)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def is_open(host: str, port: int) -> bool:

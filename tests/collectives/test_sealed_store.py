@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import socket
+import gc
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from port_stand_ins import free_port
 from torch.distributed.distributed_c10d import PrefixStore
 
 from shoal.collectives.meeting_point import open_store
@@ -53,6 +54,38 @@ def test_values_of_strangers_of_other_keys_and_of_other_secrets_are_refused():
     assert store.get("f") == b"third"
 
 
+SHORT = timedelta(milliseconds=1)
+CALLS = st.one_of(
+    st.tuples(st.just("set"), st.sampled_from("ab"), st.sampled_from("xyz")),
+    st.tuples(st.just("get"), st.sampled_from("ab")),
+    st.tuples(st.just("compare_set"), st.sampled_from("ab"), st.sampled_from(("", "x", "y")), st.just("z")),
+    st.tuples(st.just("delete_key"), st.sampled_from("ab")),
+    st.tuples(st.just("add"), st.just("n"), st.integers(0, 3)),
+    st.tuples(st.just("check"), st.lists(st.sampled_from("abn"), min_size=1)),
+    st.tuples(st.just("wait"), st.lists(st.sampled_from("abn"), min_size=1), st.just(SHORT)),
+    st.tuples(st.just("num_keys")),
+)
+
+
+@given(st.lists(CALLS, max_size=12))
+def test_through_a_prefix_it_answers_as_a_plain_store(calls):
+    """As native code calls it: that looks for methods by names of its own."""
+    plain, sealed = dist.HashStore(), SealedStore(dist.HashStore(), SECRET)
+    stores = [PrefixStore("group", each) for each in (plain, sealed)]
+    for store in stores:
+        store.set_timeout(SHORT)
+
+    def answer(store, name, *arguments):
+        try:
+            return getattr(store, name)(*arguments)
+        except dist.DistStoreError:
+            return "not there"
+
+    for call in calls:
+        assert answer(stores[0], *call) == answer(stores[1], *call), call
+    assert answer(stores[0].clone(), "check", ["a"]) == answer(stores[1].clone(), "check", ["a"])
+
+
 def test_a_secret_that_others_can_read_or_that_is_short_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "secret"
     environment = {"SHOAL_SECRET_FILE": str(path)}
@@ -72,12 +105,6 @@ def test_a_secret_that_others_can_read_or_that_is_short_is_refused(tmp_path: Pat
     assert read_secret(environment) == SECRET
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def sum_over(backend: str, port: int, secret: str) -> float:
     """Form a group of these ranks over a store with a secret, and sum their numbers."""
     rank, ranks, limit = dist.get_rank(), dist.get_world_size(), timedelta(seconds=30)
@@ -87,6 +114,8 @@ def sum_over(backend: str, port: int, secret: str) -> float:
     dist.init_process_group(
         backend, store=PrefixStore("default", store), rank=rank, world_size=ranks, timeout=limit
     )
+    del store  # the group keeps it
+    gc.collect()
     total = torch.tensor([float(rank + 1)])
     dist.all_reduce(total, group=dist.new_group([0, 1]))
     return float(total)

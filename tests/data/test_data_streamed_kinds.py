@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from chat_stand_ins import conversations, write_jsonl
 from chat_stand_ins import write_tokenizer as write_chat_tokenizer
 from hypothesis import HealthCheck, given, settings
@@ -218,6 +219,27 @@ def test_remote_data_is_streamed_as_local_data(tmp_path: Path, configure: Config
         for name, source in (("here", folder), ("there", f"memory://texts{seed}"))
     ]
     assert whole[0].fingerprint == whole[1].fingerprint
+
+
+@pytest.mark.long
+def test_data_in_a_bucket_is_streamed_as_local_data(
+    tmp_path: Path, configure: Configure, bucket: str
+) -> None:
+    import s3fs
+
+    folder = tmp_path / "texts"
+    write_texts(folder, 3)
+    s3fs.S3FileSystem().put(str(folder), f"{bucket}/texts", recursive=True)
+    here, there = (
+        prepare(configure(source, cache=tmp_path / name, streaming=True, window="16KiB", workers=2))
+        for name, source in (("here", folder), ("there", f"{bucket}/texts"))
+    )
+    assert here.fingerprint == there.fingerprint
+    batches = [Loader(each.samples("train", 32), seed=0, batch_size=16) for each in (here, there)]
+    for ours, theirs in zip(*(each.fetch(0, 64) for each in batches), strict=True):
+        assert torch.equal(ours, theirs)
+    for each in (here, there):
+        each.store.close()
 
 
 def test_what_cannot_be_streamed_is_refused(tmp_path: Path, configure: Configure) -> None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from unittest.mock import patch
 
 import torch.distributed as dist
-from run_stand_ins import free_port, torchrun_environment
+from port_stand_ins import free_port
+from run_stand_ins import torchrun_environment
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 

@@ -8,7 +8,7 @@ from shoal.cli.main import main
 from shoal.diagnosis import Cause, verdict
 from shoal.diagnosis.cause import PHASES
 from shoal.errors import RunError
-from shoal.foreign import is_foreign, read_foreign
+from shoal.foreign import is_foreign, read_foreign, table
 from shoal.replay import what_if
 from shoal.simulate import mark_bubbles
 from shoal.testing.delays import Delay, Jitter, Layout, delayed_timeline
@@ -110,6 +110,8 @@ def test_the_commands_take_a_table(tmp_path, measured, capsys):
         ("rank,step,op,start,end\n0,1,forward\n", "row 1"),
         ("rank,step,op,start,end\n", "no rows"),
         ("\0\0\0\n1\n", "no column"),
+        ("rank,step,op,start,end\n" + "1" * (3 << 20), "cannot be read"),
+        ('rank,step,op,start,end\n"0,1\n' + "1\n" * 100_000, "cannot be read"),
     ],
 )
 def test_a_table_that_is_none_is_refused_with_the_place(tmp_path, text, named):
@@ -124,3 +126,84 @@ def test_a_parquet_file_that_is_none_is_refused(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1 no table")
     with pytest.raises(RunError, match="cannot be read"):
         read_foreign(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("start", "duration", "scale"),
+    [("Start Time (us)", "DURATION (us)", 1e6), ("start_ms", "dur_ms", 1e3), ("ts[ns]", "duration_ns", 1e9)],
+)
+def test_names_of_columns_tell_the_unit_of_times(tmp_path, measured, start, duration, scale):
+    rows = rows_of(measured)
+    for row in rows:
+        row[start], row[duration] = row.pop("start_ts") * scale, row.pop("duration") * scale
+    expected = read_foreign(write(tmp_path / "seconds.csv", rows_of(measured)))
+    timeline = read_foreign(write(tmp_path / "ops.csv", rows))
+    assert len(timeline) == len(expected)
+    assert [span.duration for span in timeline] == pytest.approx(
+        [span.duration for span in expected], abs=1e-6
+    )
+
+
+def test_times_that_are_hardly_seconds_are_refused(tmp_path, measured):
+    rows = [
+        {**row, "duration": row["duration"] * 1e9, "start_ts": row["start_ts"] * 1e9}
+        for row in rows_of(measured)
+    ]
+    with pytest.raises(RunError, match="hardly in seconds"):
+        read_foreign(write(tmp_path / "ops.csv", rows))
+
+
+def test_messages_that_were_noted_and_not_sent_change_nothing(tmp_path, measured):
+    rows = rows_of(measured)
+    places = {row["rank"]: row for row in rows}
+    steps = sorted({row["step"] for row in rows})
+    more = []
+    for rank, place in places.items():
+        for step in steps:
+            own = [row for row in rows if (row["rank"], row["step"]) == (rank, step)]
+            begin = min(row["start_ts"] for row in own)
+            end = max(row["start_ts"] + row["duration"] for row in own)
+            blank = {**place, "step": step, "mb_id": "", "duration": 0.0}
+            if place["stage"] == 0:  # before its first and after its last stage there is nobody
+                sides = [("forward-recv", begin), ("backward-send", end)]
+            else:
+                sides = [("forward-send", begin), ("forward-send", end), ("backward-recv", end)]
+            sides.append(("backward-recv" if place["stage"] == 0 else "forward-recv", end))  # at the end
+            more += [{**blank, "optype": optype, "start_ts": at} for optype, at in sides]
+    plain = mark_bubbles(read_foreign(write(tmp_path / "plain.csv", rows)))
+    noted = mark_bubbles(read_foreign(write(tmp_path / "noted.csv", rows + more)))
+    (expected,), (found,) = verdict(plain).stragglers, verdict(noted).stragglers
+    assert (found.ranks, found.cause) == (expected.ranks, expected.cause) == ((1,), Cause.FORWARD)
+    assert found.seconds == pytest.approx(expected.seconds, rel=0.01)
+    savings = [{each.what: each.seconds for each in what_if(each).savings} for each in (plain, noted)]
+    assert savings[1]["rank 1 works as its peers do"] == pytest.approx(
+        savings[0]["rank 1 works as its peers do"], rel=0.01
+    )
+
+
+def test_messages_both_ways_join_the_stages_that_exchange_them(tmp_path):
+    orders = ["F F forward-send-backward-recv B B", "F B backward-send-forward-recv F B"]
+    kinds, rows = {"F": "forward-compute", "B": "backward-compute"}, []
+    for step in range(3):
+        for stage, order in enumerate(orders):
+            for place, kind in enumerate(order.split()):
+                row = {"stage": stage, "dp_rank": 0, "step": step, "optype": kinds.get(kind, kind)}
+                rows.append({**row, "start_ts": step + 0.2 * place, "duration": 0.2})
+    timeline = read_foreign(write(tmp_path / "ops.csv", rows))
+    exchanges = [span for span in timeline if span.kind == Kind.COLLECTIVE]
+    assert len(exchanges) == 6
+    assert {(span.name, span.group) for span in exchanges} == {("exchange:0 and 1", (0, 1))}
+
+
+def test_of_a_table_that_is_too_large_the_newest_steps_are_used(tmp_path, measured, monkeypatch):
+    told, rows = [], rows_of(measured)
+    per_step = len(rows) // 34
+    path = write(tmp_path / "ops.csv", sorted(rows, key=lambda row: row["rank"]))
+    monkeypatch.setattr(table, "_ENOUGH_ROWS", 5 * per_step)
+    monkeypatch.setattr(table, "_FEWEST_STEPS", 20)
+    timeline = read_foreign(path, told.append)
+    assert timeline.steps() == tuple(range(15, 35))
+    assert told == [f"{path} has more rows than are used: those of step 15 and later are"]
+    monkeypatch.setattr(table, "_MOST_ROWS", per_step - 1)
+    with pytest.raises(RunError, match="has more than"):
+        read_foreign(path)

@@ -8,6 +8,8 @@ import socket
 import subprocess
 import time
 
+from port_stand_ins import free_port
+
 __all__ = ["SlurmCluster", "why_no_slurm"]
 
 _PATH = f"{os.environ.get('PATH', '')}:/usr/sbin"
@@ -84,7 +86,7 @@ class SlurmCluster:
             "munged", "--foreground", "--force", f"--key-file={key}", *(f"--{f}={munge}/{f}" for f in files)
         )
         self._wait_for((munge / "socket").exists)
-        ports = _free_ports(self._nodes + 1)
+        ports = [free_port() for _ in range(self._nodes + 1)]
         host = socket.gethostname()
         nodes = "\n".join(
             f"NodeName=n{number} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=1000 "
@@ -153,11 +155,3 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=
 
     def _said(self):
         return "\n".join(f"{path.name}: {path.read_text()[-2000:]}" for path in self._folder.glob("*.out"))
-
-
-def _free_ports(count):
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [probe.getsockname()[1] for probe in probes]
-    for probe in probes:
-        probe.close()
-    return ports

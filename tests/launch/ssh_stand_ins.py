@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from launch_stand_ins import MARK
-from run_stand_ins import free_port
+from port_stand_ins import free_port
 
 __all__ = ["SshServer", "why_no_ssh"]
 

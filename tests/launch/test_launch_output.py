@@ -19,7 +19,13 @@ def test_lines_of_other_ranks_are_passed_on_whole_with_their_rank(text, cuts):
     )
 
 
-def test_rank_0_is_passed_on_as_it_comes_and_others_clear_its_unfinished_line():
+def test_lines_of_rank_0_are_passed_on_whole_without_a_number():
+    lines = NamedLines(0, overwrites=False)
+    assert [lines.take(data) for data in (b"a", b"b\nc\nd")] == [b"", b"ab\nc\n"]
+    assert lines.end() == b"d\n"
+
+
+def test_on_a_terminal_rank_0_is_passed_on_as_it_comes_and_others_clear_its_unfinished_line():
     assert NamedLines(0, overwrites=True).take(b"\r\x1b[Kstep 1") == b"\r\x1b[Kstep 1"
     assert NamedLines(1, overwrites=True).take(b"a\nb\n") == b"\r\x1b[K[rank 1] a\n\r\x1b[K[rank 1] b\n"
 

@@ -18,7 +18,7 @@ DEADLINE = 400.0
 # The schedule is called at the beginning of each step, on every rank. A fault waits for the file "go". With
 # HOLD, a later step waits for that text in the run's list of members, such as '"came"'.
 FAULTS = f"""
-import os, signal, sys, time
+import os, signal, sys, threading, time
 from pathlib import Path
 
 def wait_for(condition):
@@ -36,7 +36,12 @@ def parent_of(process):
     lines = Path(f"/proc/{{process}}/status").read_text().splitlines()
     return int(next(line.split()[1] for line in lines if line.startswith("PPid:")))
 
+def print_without_end():
+    while True:
+        print("all work and no play", flush=True)
+
 def begin(step, steps):
+    print("step", step, "begins", flush=True)
     member, is_first = os.environ.get("SHOAL_MEMBER"), os.environ.get("SHOAL_AFTER") == "-1"
     fault = os.environ.get("FAULT", "")
     if step == {FAULT} and is_first and fault and member == os.environ.get("WHO"):
@@ -52,6 +57,11 @@ def begin(step, steps):
         if fault == "leave host":
             os.kill(launcher, signal.SIGTERM)
             time.sleep(0.5)
+        if fault == "print and fail":
+            threading.Thread(target=print_without_end, daemon=True).start()
+    if step == {HOLD} and member == os.environ.get("WHO") and fault == "print and fail":
+        raise ValueError("enough is said")
+    if step == {FAULT} and is_first and member == os.environ.get("WHO"):
         if fault == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
     if step == {HOLD} and os.environ.get("HOLD"):

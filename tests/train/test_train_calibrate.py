@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from run_stand_ins import free_port, shoal, shoal_as_rank
+from port_stand_ins import free_port
+from run_stand_ins import shoal, shoal_as_rank
 
 from shoal.cluster import Cluster
 from shoal.run import Run

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 
 import pytest
-from hosts_stand_ins import Cluster, trained_on_one_host
-from run_stand_ins import free_port
+from hosts_stand_ins import FAULT, STEPS, Cluster, trained_on_one_host
+from port_stand_ins import free_port
 
 from shoal.cli.main import main
 from shoal.launch import EXIT_STOPPED
@@ -45,6 +46,30 @@ def test_a_host_that_dies_is_replaced_by_a_spare_which_gets_the_state_from_a_pee
         assert "this host stands by" in spare.told
         assert "this host has ranks 1 to 1" in spare.told
         assert cluster.members.count('"lost"') == cluster.members.count('"came"') == 1
+        assert f"rank 1] step {STEPS - 1} begins" in first.told
+
+
+def test_the_host_that_leads_tells_what_ranks_of_other_hosts_print_and_which_has_failed(
+    programs, tmp_path, tiny_run
+):
+    at = f"127.0.0.1:{free_port()}"
+    with Cluster(programs, tmp_path, tiny_run, "2", "--restarts", "0") as cluster:
+        first = cluster.start(at)
+        first.wait_for("this host leads")
+        second = cluster.start(at, fault="print and fail", who="1")
+        cluster.go()
+        assert first.end() == 1, cluster.told
+        assert second.end() == 1
+        named = f"[{socket.gethostname()} rank 1] "
+        told = [line.removeprefix(named) for line in first.told.splitlines() if line.startswith(named)]
+        assert told[: FAULT + 1] == [f"step {step} begins" for step in range(FAULT + 1)]
+        dropped = [int(line.split()[1].replace(",", "")) for line in told if line.startswith("... ")]
+        kept = (cluster.run.path / "log" / "rank-00001.log").read_text().splitlines()[1:]  # after its heading
+        assert dropped
+        assert len(told) - len(dropped) + sum(dropped) == len(kept)
+        failure = "shoal: rank 1 failed on host 127.0.0.1"
+        assert [line for line in first.told.splitlines() if "failed" in line][-1].startswith(failure)
+        assert "ValueError: enough is said" in second.told
 
 
 @pytest.mark.long

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from run_stand_ins import free_port, shoal, shoal_as_rank
+from port_stand_ins import free_port
+from run_stand_ins import shoal, shoal_as_rank
 from torch import nn
 from train_stand_ins import (
     BATCH,

@@ -7,13 +7,8 @@ import math
 
 import pytest
 import torch
-from run_stand_ins import (
-    free_port,
-    shoal,
-    shoal_as_rank,
-    shoal_in_a_process_that_saw_no_model,
-    shoal_on_a_full_disk,
-)
+from port_stand_ins import free_port
+from run_stand_ins import shoal, shoal_as_rank, shoal_in_a_process_that_saw_no_model, shoal_on_a_full_disk
 
 from shoal.checkpoint import checkpoints, step_of
 from shoal.data import prepare

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from run_stand_ins import free_port, train
+from port_stand_ins import free_port
+from run_stand_ins import train
 from saves_stand_ins import save_beside_steps, shoal_with
 
 from shoal.checkpoint import SingleProcess, checkpoints, read_manifest, step_of, verify

@@ -31,12 +31,14 @@ function draw(data) {
   say("");
   const best = data.plans[0];
   const { asked } = data;
+  const quicker = data.plans.filter((each) => each.seconds < best.seconds).length;
   replace(place,
     h("section", { class: "panel" },
       h("h2", {}, "The best Plan"),
       h("p", {}, h("code", {}, best.plan)),
       h("p", { class: "lead" }, `A step of ${seconds(best.seconds)}, ${count(best.tokens_per_second)} tokens/s, MFU ${percent(best.mfu)}. `
-        + `${whole(data.legal)} legal Plans; ${whole(data.played)} were played, and bounds leave out the others. Predicted.`),
+        + `${whole(data.legal)} legal Plans; ${whole(data.played)} were played, and bounds leave out the others. Predicted.`
+        + (quicker ? ` The difference to ${quicker === 1 ? "the quicker one" : "quicker ones"} below is smaller than the model can tell, and this Plan is simpler.` : "")),
       h("p", {}, "The same in a terminal: ", h("code", {}, `shoal plan --model ${asked.model} --cluster ${asked.cluster}:${asked.devices} `
         + `--batch ${asked.batch} --sequence ${asked.sequence}`))),
     table(data), split(data).element, bought(data).element,

@@ -34,7 +34,8 @@ function pauses(data) {
       width, height: 190, label: "Pauses for saving", series: [{ name: "pause", color: "checkpoint", points, bare: true }],
       x: { label: "time since the run began", format: seconds, zero: true }, y: { format: seconds, zero: true },
     }),
-    describe: () => `${points.length} saves stopped training for ${seconds(total)} in all, ${seconds(Math.max(...points.map((each) => each[1])))} at most.`,
+    describe: () => (points.length === 1 ? `One save stopped training for ${seconds(total)}.`
+      : `${points.length} saves stopped training for ${seconds(total)} in all, ${seconds(Math.max(...points.map((each) => each[1])))} at most.`),
     table: () => ({ head: ["at", "pause"], rows: data.pauses.map((each) => [seconds(each.at), seconds(each.seconds)]) }),
   });
 }

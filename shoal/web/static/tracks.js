@@ -39,9 +39,10 @@ export function tracks({ width, rows, from, to, format, marks = [], gap = 3 }) {
         x: left, y, width: wide, height: tall, class: `box c-${box.color} ${box.paler ? "paler" : ""}`,
         rx: wide > 6 ? 1.5 : 0,
       }, box.title ? s("title", {}, box.title) : null));
-      if (box.text && tall >= 10 && wide > box.text.length * 6.2 + 3) {
+      const [free, room] = box.text && tall >= 10 ? uncovered(left, left + wide, row.boxes.filter((each) => hides(each, box, row)), place) : [0, 0];
+      if (box.text && room > box.text.length * 6.2 + 3) {
         svg.append(s("text", {
-          x: left + wide / 2, y: y + tall / 2 + 3.8, class: `inside middle t-${box.color} ${box.paler ? "paler" : ""}`,
+          x: free + room / 2, y: y + tall / 2 + 3.8, class: `inside middle t-${box.color} ${box.paler ? "paler" : ""}`,
         }, box.text));
       }
     }
@@ -53,6 +54,26 @@ export function tracks({ width, rows, from, to, format, marks = [], gap = 3 }) {
     if (mark.text) svg.append(s("text", { x: place(mark.at) + 4, y: 10, class: "tick" }, mark.text));
   }
   return svg;
+}
+
+const LETTERS = 6; // from the middle of a text to its upper or lower end
+
+/** Return whether a box that is drawn later lies over the text of another one. */
+function hides(each, box, row) {
+  if (row.boxes.indexOf(each) <= row.boxes.indexOf(box) || each.stop <= box.start || each.start >= box.stop) return false;
+  const middle = (box.top ?? 0) + (box.height ?? row.height) / 2;
+  const top = each.top ?? 0;
+  return top < middle + LETTERS && top + (each.height ?? row.height) > middle - LETTERS;
+}
+
+/** Return where the widest part of a box begins that no other covers, and its width. */
+function uncovered(left, right, over, place) {
+  let [best, room, from] = [left, 0, left];
+  for (const each of [...over].sort((one, other) => one.start - other.start)) {
+    if (place(each.start) - from > room) [best, room] = [from, place(each.start) - from];
+    from = Math.max(from, place(each.stop));
+  }
+  return right - from > room ? [from, right - from] : [best, room];
 }
 
 /** Return the time at a place of a drawing that is so wide. */
