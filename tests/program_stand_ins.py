@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -15,42 +14,15 @@ from pathlib import Path
 from port_stand_ins import free_port
 from run_stand_ins import torchrun_environment
 
-from shoal.launch.nursery import ForkedRank, Nursery, connected
-
-_SERVER = """
-import socket, sys
-import shoal.check, shoal.cli.main, shoal.train
-from shoal.launch.nursery import serve
-serve(socket.socket(fileno=int(sys.argv[1])))
-"""
+from shoal.testing.programs import Programs as ForkedPrograms
 
 
 class Programs:
     """Starts `python -m MODULE` without its seconds of imports; started itself when first used."""
 
     def __init__(self) -> None:
-        self._nursery: Nursery | None = None
-        self._server: subprocess.Popen[bytes] | None = None
-
-    def start(
-        self,
-        module: str,
-        arguments: Sequence[str],
-        environment: Mapping[str, str],
-        outputs: tuple[int, int],
-        folder: Path,
-    ) -> ForkedRank:
-        if self._nursery is None:
-            here, there = connected()
-            words = [sys.executable, "-c", _SERVER, str(there.fileno())]
-            environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-            # Else programs that it forks could not be interrupted where the tests themselves cannot.
-            self._server = subprocess.Popen(
-                words, pass_fds=[there.fileno()], env=environ, restore_signals=True
-            )
-            there.close()
-            self._nursery = Nursery(here, self._server.pid)
-        return self._nursery.start(module, arguments, environment, outputs, str(folder))
+        self._programs = ForkedPrograms()
+        self.start, self.close = self._programs.start, self._programs.close
 
     def run(
         self,
@@ -110,8 +82,3 @@ class Programs:
                 subprocess.CompletedProcess([module, *arguments], program.wait(), out.read(), err.read())
                 for program, out, err in started
             ]
-
-    def close(self) -> None:
-        if self._nursery is not None and self._server is not None:
-            self._nursery.close()
-            self._server.returncode = 0

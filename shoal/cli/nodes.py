@@ -79,6 +79,7 @@ def run_on_hosts(
                 given,
                 least=meeting.least * (least or meeting.ranks),
                 restarts=args.restarts,
+                timeout=job.config.timeout,
                 run=job.path,
                 resumes=job.goes_on,
                 memory=folder,

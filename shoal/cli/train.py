@@ -254,6 +254,7 @@ def _on_local_ranks(
                     job.processes,
                     elasticity,
                     {} if folder is None else {FOLDER: str(folder)},
+                    timeout=job.config.timeout,
                     logs=job.path / "log",
                     events=run.members_file,
                     nursery=nursery,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sysconfig
 from collections.abc import Sequence
@@ -68,7 +71,12 @@ def is_in_collective(frames: Sequence[Frame]) -> bool:
 
 
 def native_stacks(pid: int, seconds: float) -> str:
-    """Return the native stacks of a process by a debugger of the host; empty without one, or in no time."""
+    """Return the native stacks of a process by a debugger of the host; empty without one.
+
+    Args:
+        pid: The process, which is not stopped, and is not afterwards.
+        seconds: Time for the debugger; it ends after that, and its stacks are lost.
+    """
     for command in _DEBUGGERS:
         if shutil.which(command[0]) is None:
             continue
@@ -82,7 +90,12 @@ def native_stacks(pid: int, seconds: float) -> str:
                 check=False,
                 stdin=subprocess.DEVNULL,
             )
-        except (OSError, subprocess.TimeoutExpired):
+        except OSError:
+            return ""
+        except subprocess.TimeoutExpired:
+            # A debugger that is killed while it attaches leaves the process stopped, for good.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
             return ""
         return done.stdout
     return ""

@@ -41,6 +41,7 @@ def launch_elastic(
     elasticity: Elasticity,
     environment: Mapping[str, str],
     *,
+    timeout: float,
     logs: Path | None = None,
     events: Path | None = None,
     nursery: Nursery | None = None,
@@ -55,6 +56,7 @@ def launch_elastic(
         most: Number of members to start.
         elasticity: How many may be lost.
         environment: What the members get beside this process's environment.
+        timeout: Seconds that members wait for another in a collective; see `Members`.
         logs: Directory in which each member's output is kept, once the directory exists.
         events: JSON lines that tell which members were lost, left and came, and when; None for none. It is
             written once its folder exists.
@@ -75,7 +77,7 @@ def launch_elastic(
     ):
         environments = member_environments(folder, range(most), most, store.port, environment, nursery)
         with LocalRanks(command, environments, logs, nursery) as processes:
-            given = elasticity.least, elasticity.restarts, events
+            given = elasticity.least, elasticity.restarts, events, timeout
             return Members(processes, store, Path(folder), *given).run(StopRequest(signals, grace))
 
 

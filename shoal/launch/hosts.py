@@ -90,6 +90,7 @@ def lead(
     *,
     least: int,
     restarts: int,
+    timeout: float,
     run: Path,
     resumes: bool,
     memory: Path | None,
@@ -105,6 +106,7 @@ def lead(
         environment: What the ranks get beside this process's environment.
         least: Number of ranks with which the training goes on.
         restarts: Number of times that lost ranks are started again, in total.
+        timeout: Seconds that ranks wait for another in a collective; see `Members`.
         run: The directory of the run, which all hosts see.
         resumes: Whether the run goes on, so that what other hosts have in memory may be of it.
         memory: The folder of checkpoints in this host's memory; None if there is none.
@@ -138,13 +140,14 @@ def lead(
         try:
             _wait_for_hosts(linked, meeting, signals)
             around = {**environment, **surroundings(address, gate.port, meeting)}
-            given = member_environments(folder, own.numbers, world, store.port, around, nursery)
-            with LocalRanks(command, given, run / "log", nursery) as local:
+            members = member_environments(folder, own.numbers, world, store.port, around, nursery)
+            with LocalRanks(command, members, run / "log", nursery) as local:
                 linked.begin(local)
                 list(linked.start_new(-1))
                 events = run / "members.jsonl"
                 stop = StopRequest(signals, meeting.grace)
-                code = Members(linked, store, Path(folder), least, restarts, events, linked).run(stop)
+                given = least, restarts, events, timeout, linked
+                code = Members(linked, store, Path(folder), *given).run(stop)
             return code
         except ShoalError as error:
             code, why = error.exit_code, str(error)

@@ -19,6 +19,7 @@ from typing import final
 from torch.distributed.distributed_c10d import Store
 
 from shoal.errors import WorkerError
+from shoal.hang import HangVerdict
 from shoal.launch.drain import Request, Requests
 from shoal.launch.ended import exit_code_after_signal
 from shoal.launch.launcher import END, SETTLE, listen_for
@@ -35,6 +36,8 @@ WAIT = 300.0
 
 _LOOK = 0.02  # seconds between checks for ended ranks
 _STOPPED = 10.0  # seconds after which a process that is stopped counts as lost
+_COMES = 10.0  # seconds in which a rank that all others waited for before comes to the next generation;
+_COMES_LATE = 30.0  # and over a network: a connection that was cut for 15 s is used again after up to 26 s
 _SOON = 60.0  # seconds: a member that fails sooner after its start than this is left out the second time
 _WRONG_INPUT = 2  # exit code of a rank that was given what cannot work
 _MENDED = 5.0  # seconds in which the failure of a group shows its cause, such as a process that ends
@@ -54,6 +57,8 @@ class Members:
         restarts: Number of times that lost members are started again, in total.
         events: JSON lines that tell which members were lost, left and came, and when; None for none. It is
             written once its folder exists.
+        timeout: Seconds that members wait for another in a collective, and for one that does not come to a
+            generation.
         linked: `processes`, if they are on several hosts.
     """
 
@@ -65,6 +70,7 @@ class Members:
         least: int,
         restarts: int,
         events: Path | None,
+        timeout: float,
         linked: LinkedHosts | None = None,
     ) -> None:
         self._processes = processes
@@ -74,6 +80,7 @@ class Members:
         self._events = events
         self._least = least
         self._restarts = restarts
+        self._timeout = timeout
         self._present = processes.running()
         self._known = set(self._present)  # members that were there at some time
         self._starting: set[int] = set()
@@ -81,6 +88,9 @@ class Members:
         self._started = dict.fromkeys(self._present, time.monotonic())
         self._early: set[int] = set()  # members that have failed soon after a start
         self._stopped_since: dict[int, float] = {}
+        self._absent_since: float | None = None  # members that others wait for
+        self._has_waited = False  # whether members of the newest generation have waited for another before
+        self._given_up: dict[int, str] = {}  # members that are ended here, and why
         self._signal: signal.Signals | None = None
         self._failure: WorkerError | None = None
         self._is_due = True  # whether a generation is to be made,
@@ -102,6 +112,7 @@ class Members:
                 self._signal = stop.signal
                 self._failure = None  # what was survived before
             self._end_stopped()
+            self._end_absent()
             if not self._note_ends():
                 break
             self._take_hosts()
@@ -140,7 +151,7 @@ class Members:
     def _form(self) -> None:
         self._roster.announce(self._present, is_broken=self._is_broken)
         self._is_due = self._is_broken = self._is_halted = False
-        self._failed_since = None
+        self._failed_since = self._absent_since = None
         if self._linked is not None:
             self._linked.train()
 
@@ -178,6 +189,7 @@ class Members:
             self._note("left", codes)
             return True
         self._is_broken |= self._is_due
+        self._has_waited = False
         if _WRONG_INPUT in failed.values():
             return False
         left = len(self._present)
@@ -217,6 +229,7 @@ class Members:
             outcome.unlink()
         self._ended.discard(member)
         self._asked.discard(member)
+        self._given_up.pop(member, None)
         self._starting.add(member)
         self._started[member] = time.monotonic()
 
@@ -264,7 +277,7 @@ class Members:
         is_heard = self._linked is None or self._linked.is_heard
         if now - self._failed_since > _MENDED and is_heard and self._restarts:
             self._restarts -= 1
-            self._is_due = self._is_broken = True
+            self._is_due = self._is_broken = self._has_waited = True
             print(
                 "shoal: the ranks have lost each other, and form a group again", file=sys.stderr, flush=True
             )
@@ -304,17 +317,54 @@ class Members:
         self._stopped_since = {member: self._stopped_since.get(member, now) for member in stopped}
         for member, since in self._stopped_since.items():
             if now - since > _STOPPED:
-                self._processes.signal(signal.SIGKILL, [member])
+                self._give_up(member, f"was stopped for {_STOPPED:g} s (by SIGSTOP, Ctrl-Z or a debugger)")
+
+    def _end_absent(self) -> None:
+        """End members that others wait for in vain: their code hangs, or keeps the interpreter's lock."""
+        absent = self._roster.absent()
+        is_heard = self._linked is None or self._linked.is_heard
+        if not absent or not is_heard or self._is_due or self._signal is not None:
+            self._absent_since = None
+            return
+        now = time.monotonic()
+        self._absent_since = self._absent_since or now
+        comes = _COMES if self._linked is None else _COMES_LATE
+        patience = min(self._timeout, comes) if self._has_waited else self._timeout
+        if now - self._absent_since <= patience:
+            return
+        for member in absent:
+            hang = self._hang_of(member)
+            cause = "" if hang is None else f": {hang.text}"
+            self._give_up(member, f"did not come to the other ranks for {patience:g} s{cause}")
+
+    def _hang_of(self, member: int) -> HangVerdict | None:
+        """Return why a member hangs, if the ranks that waited for it before have found out."""
+        files = sorted(self._folder.glob("verdict-*"), key=lambda path: path.stat().st_mtime)
+        if not (files and self._has_waited and self._roster.is_numbered_by_rank):
+            return None
+        verdict = HangVerdict.read(files[-1])
+        return verdict if verdict is not None and verdict.ranks == (member,) else None
+
+    def _give_up(self, member: int, why: str) -> None:
+        self._given_up.setdefault(member, f"its process {why}, and was ended")
+        self._processes.signal(signal.SIGKILL, [member])
 
     def _why(self, failed: Mapping[int, int]) -> WorkerError:
         outcomes = [outcome for outcome in Outcome.read_all(self._folder) if outcome.rank in failed]
-        failure = root_cause(outcomes, failed)
+        given_up = next((member for member in failed if member in self._given_up), None)
+        if given_up is not None and not any(outcome.error for outcome in outcomes):
+            failure = WorkerError(given_up, self._given_up[given_up], exit_code=1)
+        else:
+            failure = root_cause(outcomes, failed)
         if self._linked is not None:
             failure.host = self._linked.where(failure.rank)
         return failure
 
     def _exit_code(self) -> int:
         """End what is left, and return the exit code of the training."""
+        has_failed = self._failure is not None and 0 not in self._processes.exit_codes().values()
+        if has_failed and self._signal is None:
+            self._roster.end()
         if self._failure is not None and self._processes.running():
             listen_for(self._processes, SETTLE)
         self._processes.signal(signal.SIGTERM)

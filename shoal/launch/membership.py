@@ -39,6 +39,7 @@ PEER = "SHOAL_PEER"
 
 _PREFIX = "members"
 _NEWEST = "newest"
+_OVER = "over"
 _LOOK = 0.02  # seconds between two looks at the store of a member that waits
 _WATCH = 0.05  # seconds between two looks while it trains
 
@@ -68,14 +69,23 @@ class Roster:
 
     def __init__(self, store: Store) -> None:
         self._store = PrefixStore(_PREFIX, store)
+        self._members: Sequence[int] = ()
+        self._awaited: set[int] = (
+            set()
+        )  # members that have not come to the newest generation, as far as known
         self.newest = -1
 
     def announce(self, members: Sequence[int], *, is_broken: bool) -> None:
         """Make a generation of these members."""
         self.newest += 1
+        self._members, self._awaited = tuple(members), set(members)
         told = {"members": list(members), "is_broken": is_broken}
         self._store.set(f"generation {self.newest}", json.dumps(told))
         self._store.set(_NEWEST, str(self.newest))
+
+    def end(self) -> None:
+        """Tell all members that no other generation will come: the training has failed."""
+        self._store.set(_OVER, "")
 
     def expect(self, member: int) -> None:
         """Forget that a member was ready: it is started again."""
@@ -84,6 +94,17 @@ class Roster:
     def is_ready(self, member: int) -> bool:
         """Whether a member that was started has come."""
         return bool(self._store.check([_ready(member)]))
+
+    def absent(self) -> list[int]:
+        """Return the members of the newest generation that others wait for; empty if none has come yet."""
+        for member in [each for each in self._awaited if self._store.check([_here(self.newest, each)])]:
+            self._awaited.discard(member)
+        return sorted(self._awaited) if len(self._awaited) < len(self._members) else []
+
+    @property
+    def is_numbered_by_rank(self) -> bool:
+        """Whether each member's number is its rank."""
+        return list(self._members) == list(range(len(self._members)))
 
     def is_told_broken(self) -> bool:
         """Whether a member of the newest generation has told that its group has failed."""
@@ -150,10 +171,10 @@ class Membership:
             seconds: Time to wait for it.
 
         Returns:
-            The generation; None if none came in time.
+            The generation; None if none came in time, or none will come.
         """
         until = time.monotonic() + seconds
-        while time.monotonic() < until:
+        while time.monotonic() < until and not self._store.check([_OVER]):
             own = self.generation
             if self.member in own.members and own.number != self._entered and self._is_here(own):
                 self._entered = own.number
@@ -185,7 +206,7 @@ class Membership:
             seconds: Time to wait for it.
         """
         until = time.monotonic() + seconds
-        while self._newer is None and time.monotonic() < until:
+        while self._newer is None and time.monotonic() < until and not self._store.check([_OVER]):
             time.sleep(_LOOK)
         newer = self._newer
         return newer is not None and next(iter(newer.members), None) == self.member

@@ -125,6 +125,7 @@ class Nursery:
         while told := self._connection.recv(_MOST):
             kind, number, code = json.loads(told)
             if kind == "started":
+                self._codes.pop(number, None)  # of an earlier process, whose number it has
                 return ForkedRank(self, number)
             self._codes[number] = code
         raise CommunicationError("the process that ranks are forked from has ended")
@@ -162,15 +163,20 @@ class ForkedRank:
 
     def __init__(self, nursery: Nursery, pid: int) -> None:
         self._nursery = nursery
+        self._code: int | None = None  # kept here, since a later process may have the same number
         self.pid = pid
 
     def poll(self) -> int | None:
         """Return the exit code; None if it has not ended."""
-        return self._nursery.exit_code(self.pid)
+        if self._code is None:
+            self._code = self._nursery.exit_code(self.pid)
+        return self._code
 
     def wait(self) -> int:
         """Wait until it has ended, and return its exit code."""
-        return self._nursery.wait(self.pid)
+        if self._code is None:
+            self._code = self._nursery.wait(self.pid)
+        return self._code
 
 
 def serve(connection: socket.socket) -> NoReturn:

@@ -130,6 +130,21 @@ class Hosts:
             if is_meant:
                 _run_in(process, _limit(interface, rate))
 
+    def cut(self, index: int) -> None:
+        """Cut a host's cable: nothing goes either way."""
+        _run_in(self.switch, f"ip link set port{index} down".split())
+
+    def heal(self, index: int) -> None:
+        """Mend a cable that was cut."""
+        _run_in(self.switch, f"ip link set port{index} up".split())
+
+    def mute(self, index: int) -> None:
+        """Lose all that a host sends from now on; it still receives."""
+        _run_in(
+            self.process(index),
+            f"tc qdisc replace dev {self.interface} root tbf rate 8bit burst 1 latency 1ms".split(),
+        )
+
     def close(self) -> None:
         """End the hosts; processes that are still in one are cut off."""
         for process in self._processes:

@@ -49,7 +49,7 @@ def execute_elastic(job: Job, world: World, membership: Membership, stop: StopSi
                 return EXIT_STOPPED
     finally:
         membership.close()
-    raise failure or CommunicationError(f"the launcher made no group of ranks in {_PATIENCE:g} s")
+    raise failure or CommunicationError("the launcher made no other group of ranks")
 
 
 def _execute_in(

@@ -83,6 +83,8 @@ def execute_as_member(job: Job, world: World, stop: StopSignal, membership: Memb
         raise
     except Exception as error:
         is_of_another = isinstance(error, (CommunicationError, dist.DistError))
+        if is_of_another:
+            membership.tell_broken()  # now, since the next generation decides who keeps a replica
         execution.save_replica(_LOST if is_of_another else _OWN)
         raise
 

@@ -35,7 +35,12 @@ def describe_rate_change(before: TrainConfig, now: TrainConfig, made: int, last:
         made: Number of steps made.
         last: Learning rate of the last step made, if it was recorded.
     """
+    if made >= now.steps:
+        return ""
     changes = _changes(before, now)
+    if ":" in now.optimizer.schedule or (last is None and ":" in before.optimizer.schedule):
+        # The user's function is not asked: it may count its calls.
+        return f"the learning rate has another course, since {' and '.join(changes)}" if changes else ""
     if last is None:
         last = _rate(before, made - 1)
     if not changes and math.isclose(last, _rate(now, made - 1), rel_tol=1e-6):

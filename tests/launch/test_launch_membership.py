@@ -70,6 +70,30 @@ def test_members_that_come_at_any_time_do_not_enter_different_generations():
     assert last in by_generation
 
 
+def test_members_that_others_wait_for_are_known():
+    store = HashStore()
+    roster, members = Roster(store), members_of(store, 3)
+    roster.announce([0, 1, 2], is_broken=False)
+    assert roster.absent() == []  # nobody waits yet
+    assert entered([members[1]], 0.05)[1] is None
+    assert roster.absent() == [0, 2]
+    assert all(entered(members).values())
+    assert roster.absent() == []
+    roster.announce([0, 2], is_broken=True)
+    assert entered([members[0]], 0.05)[0] is None
+    assert roster.absent() == [2]
+
+
+def test_members_do_not_wait_for_a_generation_after_the_end():
+    store = HashStore()
+    roster, members = Roster(store), members_of(store, 2)
+    roster.announce([0, 1], is_broken=False)
+    assert all(entered(members).values())
+    roster.end()
+    assert entered(members, seconds=600) == {0: None, 1: None}
+    assert not members[0].leads_next(600)
+
+
 def test_a_broken_generation_ends_communication_once_and_one_that_grows_does_not():
     store, aborted = HashStore(), []
     roster = Roster(store)

@@ -5,14 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 from program_stand_ins import Programs
 
-from shoal.launch.nursery import ForkedRank
 from shoal.run import Run
 
 STEPS, FAULT, HOLD = 12, 6, 9
@@ -91,20 +88,10 @@ class OneHost:
         self.name = name
         self._out = folder / f"{name}.out"
         given = {**os.environ, "OMP_NUM_THREADS": "1", "SHOAL_HOST_ID": name, **environment}
-        self.process: ForkedRank | subprocess.Popen[bytes]
+        module = "in_namespace_at_home" if "NAMESPACE" in environment else "shoal.cli.main"
         with self._out.open("w") as out:
-            if "NAMESPACE" in environment:
-                self.process = subprocess.Popen(
-                    [sys.executable, "-c", IN_NAMESPACE, "train", *words],
-                    cwd=folder,
-                    env=given,
-                    stdout=out,
-                    stderr=out,
-                    start_new_session=True,
-                )
-            else:
-                outputs = out.fileno(), out.fileno()
-                self.process = programs.start("shoal.cli.main", ["train", *words], given, outputs, folder)
+            outputs = out.fileno(), out.fileno()
+            self.process = programs.start(module, ["train", *words], given, outputs, folder)
 
     @property
     def told(self) -> str:
@@ -132,6 +119,7 @@ class Cluster:
         self, programs: Programs, folder: Path, tiny_run: list[str], nodes: str, *words: str, ranks: int = 1
     ) -> None:
         (folder / "faults_at_home.py").write_text(FAULTS)
+        (folder / "in_namespace_at_home.py").write_text(IN_NAMESPACE)
         self.folder, self._programs = folder, programs
         own = ["--set", f"steps={STEPS}", "--set", "optimizer.schedule=faults_at_home:begin", "--run", "one"]
         self._words = [*tiny_run, *own, "--nodes", nodes, "--nproc", str(ranks), *words]

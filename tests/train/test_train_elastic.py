@@ -19,7 +19,7 @@ STEPS, FAULT = 12, 6
 
 # The schedule is called at the beginning of each step, on every rank.
 FAULTS = f"""
-import os, signal, sys, time
+import ctypes, os, signal, sys, time
 
 def begin(step, steps):
     member, is_first = os.environ.get("SHOAL_MEMBER"), os.environ.get("SHOAL_AFTER") == "-1"
@@ -36,6 +36,12 @@ def begin(step, steps):
             raise RuntimeError("a fault of this rank")
         if fault == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
+        if fault == "sleep":
+            time.sleep(3600)
+        if fault == "hold":
+            mutex = ctypes.create_string_buffer(128)
+            for _ in range(2):
+                ctypes.PyDLL(None).pthread_mutex_lock(mutex)
         if fault == "leave":
             os.kill(os.getpid(), signal.SIGTERM)
     if step == {FAULT} and member == "0" and fault == "stop all" and is_first:
@@ -103,6 +109,20 @@ def test_a_killed_rank_costs_no_step_and_is_replaced(tmp_path, tiny_run, unbroke
 def test_any_end_of_a_rank_is_survived(tmp_path, tiny_run, unbroken, fault, who):
     broken = Trained(tmp_path, tiny_run, "--nproc", "1:2", fault=fault, who=who)
     require_equal(broken, unbroken)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("who", ["0", "1"])
+@pytest.mark.parametrize(
+    ("fault", "cause"), [("sleep", "faults_at_home.py"), ("hold", "holds the interpreter's lock")]
+)
+def test_a_rank_that_hangs_is_named_and_replaced(tmp_path, tiny_run, unbroken, fault, cause, who):
+    words = ["--set", "checkpoint.memory=1", "--set", "timeout=3"]
+    broken = Trained(tmp_path, tiny_run, "--nproc", "1:2", *words, fault=fault, who=who)
+    require_equal(broken, unbroken)
+    told = next(line for line in broken.told.splitlines() if line.startswith(f"shoal: rank {who} failed"))
+    assert "did not come to the other ranks" in told
+    assert cause in told
 
 
 @pytest.mark.long

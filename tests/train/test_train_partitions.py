@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import time
 
 import pytest
@@ -18,26 +17,7 @@ PORT = 29800
 ENDED = "the ranks here are ended, and this host tries to join again"
 
 
-class Network(Hosts):
-    """Hosts whose cables can be cut."""
-
-    def in_switch(self, *command: str) -> None:
-        subprocess.run(["nsenter", f"--net=/proc/{self.switch}/ns/net", *command], check=True)
-
-    def cut(self, index: int) -> None:
-        self.in_switch("ip", "link", "set", f"port{index}", "down")
-
-    def mute(self, index: int) -> None:
-        """Drop all that a host sends."""
-        shape = "rate 8bit burst 1 latency 1ms"
-        drop = ["tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *shape.split(" ")]
-        subprocess.run(["nsenter", f"--net=/proc/{self.process(index)}/ns/net", *drop], check=True)
-
-    def heal(self, index: int) -> None:
-        self.in_switch("ip", "link", "set", f"port{index}", "up")
-
-
-def start(cluster: Cluster, network: Network, index: int, *, fault: str = "", who: str = "", hold: str = ""):
+def start(cluster: Cluster, network: Hosts, index: int, *, fault: str = "", who: str = "", hold: str = ""):
     at = f"{network.addresses[0]}:{PORT}"
     given = {"NAMESPACE": str(network.process(index)), "HOLD": hold}
     return cluster.start(at, fault=fault, who=who, **given)
@@ -60,7 +40,7 @@ WORDS = ["--set", "batch=6", "--plan", "shard=zero1", "--set", "checkpoint.memor
 def test_of_two_hosts_that_of_the_store_goes_on_and_the_other_comes_back(
     programs, tmp_path, tiny_run, unbroken
 ):
-    with Network(2) as network, Cluster(programs, tmp_path, tiny_run, "1:2", *WORDS) as cluster:
+    with Hosts(2) as network, Cluster(programs, tmp_path, tiny_run, "1:2", *WORDS) as cluster:
         first = start(cluster, network, 0, hold='"came"')
         first.wait_for("this host leads")
         other = start(cluster, network, 1, fault="wait", who="1")
@@ -78,7 +58,7 @@ def test_of_two_hosts_that_of_the_store_goes_on_and_the_other_comes_back(
 def test_a_store_that_less_than_half_of_the_hosts_can_reach_lets_nobody_train(
     programs, tmp_path, tiny_run, unbroken
 ):
-    with Network(3) as network, Cluster(programs, tmp_path, tiny_run, "1:3", *WORDS) as cluster:
+    with Hosts(3) as network, Cluster(programs, tmp_path, tiny_run, "1:3", *WORDS) as cluster:
         first = start(cluster, network, 0)
         first.wait_for("this host leads")
         others = [start(cluster, network, 1, fault="wait", who="1"), start(cluster, network, 2)]
@@ -98,7 +78,7 @@ def test_a_store_that_less_than_half_of_the_hosts_can_reach_lets_nobody_train(
 
 
 def test_the_larger_side_goes_on_if_it_has_the_store(programs, tmp_path, tiny_run, unbroken):
-    with Network(3) as network, Cluster(programs, tmp_path, tiny_run, "1:3", *WORDS) as cluster:
+    with Hosts(3) as network, Cluster(programs, tmp_path, tiny_run, "1:3", *WORDS) as cluster:
         first = start(cluster, network, 0)
         first.wait_for("this host leads")
         second = start(cluster, network, 1)
@@ -114,7 +94,7 @@ def test_the_larger_side_goes_on_if_it_has_the_store(programs, tmp_path, tiny_ru
 
 
 def test_a_cut_that_heals_soon_loses_no_host(programs, tmp_path, tiny_run, unbroken):
-    with Network(2) as network, Cluster(programs, tmp_path, tiny_run, "1:2", *WORDS) as cluster:
+    with Hosts(2) as network, Cluster(programs, tmp_path, tiny_run, "1:2", *WORDS) as cluster:
         first = start(cluster, network, 0)
         first.wait_for("this host leads")
         other = start(cluster, network, 1, fault="wait", who="1")
@@ -130,7 +110,7 @@ def test_a_cut_that_heals_soon_loses_no_host(programs, tmp_path, tiny_run, unbro
 
 
 def test_a_host_that_hears_but_is_not_heard_is_lost(programs, tmp_path, tiny_run, unbroken):
-    with Network(2) as network, Cluster(programs, tmp_path, tiny_run, "1:2", *WORDS) as cluster:
+    with Hosts(2) as network, Cluster(programs, tmp_path, tiny_run, "1:2", *WORDS) as cluster:
         first = start(cluster, network, 0)
         first.wait_for("this host leads")
         other = start(cluster, network, 1, fault="wait", who="1")

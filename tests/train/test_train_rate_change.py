@@ -72,3 +72,13 @@ def test_a_rate_that_falls_at_once_is_told_with_what_to_set():
 def test_the_rate_that_was_recorded_counts_where_the_configuration_was_changed_before():
     now = BEFORE.model_copy(update={"steps": 6000})
     assert "was 0.0002 at step 600" in describe_rate_change(now, now, 600, last=2e-4)
+
+
+def test_a_run_whose_steps_are_all_made_has_no_next_rate():
+    assert describe_rate_change(BEFORE, BEFORE, 600, last=1.0) == ""
+
+
+def test_a_function_of_the_user_is_not_taken_for_a_named_schedule():
+    now, text = told("optimizer.schedule=somewhere:absent", made=300)
+    assert text.endswith("another course, since optimizer.schedule went from cosine to somewhere:absent")
+    assert describe_rate_change(now, now, 300, last=1.0) == ""
