@@ -51,11 +51,13 @@ class Generation:
     Attributes:
         number: Its number, from 0.
         members: The members, by rank.
+        since: For each member, the first generation that its process was announced for.
         is_broken: Whether a member of the generation before was lost, so that its group cannot go on.
     """
 
     number: int
     members: Sequence[int]
+    since: Sequence[int] = ()
     is_broken: bool = False
 
 
@@ -70,6 +72,7 @@ class Roster:
     def __init__(self, store: Store) -> None:
         self._store = PrefixStore(_PREFIX, store)
         self._members: Sequence[int] = ()
+        self._since: dict[int, int] = {}
         self._awaited: set[int] = (
             set()
         )  # members that have not come to the newest generation, as far as known
@@ -79,7 +82,8 @@ class Roster:
         """Make a generation of these members."""
         self.newest += 1
         self._members, self._awaited = tuple(members), set(members)
-        told = {"members": list(members), "is_broken": is_broken}
+        since = [self._since.setdefault(member, self.newest) for member in members]
+        told = {"members": list(members), "since": since, "is_broken": is_broken}
         self._store.set(f"generation {self.newest}", json.dumps(told))
         self._store.set(_NEWEST, str(self.newest))
 
@@ -89,6 +93,7 @@ class Roster:
 
     def expect(self, member: int) -> None:
         """Forget that a member was ready: it is started again."""
+        self._since.pop(member, None)
         self._store.delete_key(_ready(member))
 
     def is_ready(self, member: int) -> bool:
@@ -200,7 +205,7 @@ class Membership:
             self._store.set(_broken(self.generation.number), "")
 
     def leads_next(self, seconds: float) -> bool:
-        """Wait for the next generation, and return whether this member is its first one.
+        """Wait for the next generation, and return whether this member is the first of those that stay.
 
         Args:
             seconds: Time to wait for it.
@@ -209,7 +214,11 @@ class Membership:
         while self._newer is None and time.monotonic() < until and not self._store.check([_OVER]):
             time.sleep(_LOOK)
         newer = self._newer
-        return newer is not None and next(iter(newer.members), None) == self.member
+        if newer is None:
+            return False
+        came = zip(newer.members, newer.since, strict=True)
+        stay = [member for member, since in came if since <= self._entered]
+        return stay[:1] == [self.member]
 
     def close(self) -> None:
         """End the watch."""
@@ -238,7 +247,7 @@ class Membership:
             return None
         number = int(self._store.get(_NEWEST))
         told = json.loads(self._store.get(f"generation {number}"))
-        return Generation(number, tuple(told["members"]), bool(told["is_broken"]))
+        return Generation(number, tuple(told["members"]), tuple(told["since"]), bool(told["is_broken"]))
 
 
 def _here(generation: int, member: int) -> str:

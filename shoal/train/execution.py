@@ -331,7 +331,7 @@ class Execution:
         return MemorySaves(self._trainer, every, directory, *given)
 
     def save_replica(self, seconds: float) -> None:
-        """Keep the last step's state, if this rank has all of it and will be first.
+        """Keep the last step's state, if this rank has all of it and is the first of those that stay.
 
         Args:
             seconds: Time in which the launcher notes that another rank is lost.

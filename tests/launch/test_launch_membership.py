@@ -118,3 +118,19 @@ def test_a_broken_generation_ends_communication_once_and_one_that_grows_does_not
     time.sleep(0.1)
     assert len(aborted) == 1
     member.close()
+
+
+def test_of_a_generation_with_a_member_that_is_started_again_the_first_that_stayed_leads():
+    """The launcher may be quick enough that nobody sees a generation without it."""
+    store = HashStore()
+    roster, members = Roster(store), members_of(store, 3)
+    roster.announce([0, 1, 2], is_broken=False)
+    assert all(entered(members).values())
+    roster.expect(0)
+    roster.announce([0, 1, 2], is_broken=True)
+    again = Membership(0, lambda: store, 0, lambda: None)
+    for member in (again, *members[1:]):
+        member.ready()
+    assert [member.leads_next(10) for member in (again, *members[1:])] == [False, True, False]
+    for member in (again, *members[1:]):
+        member.close()
