@@ -139,7 +139,7 @@ class _Maker:
 
     def __init__(self, directory: Path, config: DataConfig, keep: int, labels: Sequence[str]) -> None:
         self._directory = directory
-        self._config = config.model_copy(update={"workers": 0})
+        self._config = config
         self._keep = keep
         self._tokenizer = open_tokenizer(config.tokenizer)
         self._labels = Labels(config.label, labels) if config.label else None

@@ -42,20 +42,21 @@ Payload = str | bytes | Conversation | Ids | None
 
 
 def encoded(
-    items: Iterator[tuple[Context, Payload]], config: DataConfig, tokenizer: Tokenizer
+    items: Iterator[tuple[Context, Payload]], config: DataConfig, tokenizer: Tokenizer, workers: int = 0
 ) -> Iterator[tuple[Context, Ids | None]]:
     """Yield the context and the ids of each item, in order.
 
     Args:
         items: The items. Texts are encoded by the tokenizer, and conversations by its chat template.
-        config: The configuration, which names the tokenizer and the number of workers.
+        config: The configuration, which names the tokenizer.
         tokenizer: The tokenizer.
+        workers: Number of processes that encode; 0 for none beside this one.
 
     Raises:
         DataError: A text or a conversation cannot be encoded, or a worker ended.
     """
     batches = _batches(items)
-    if not config.workers or not (config.messages or isinstance(tokenizer, FileTokenizer)):
+    if not workers or not (config.messages or isinstance(tokenizer, FileTokenizer)):
         encode = _Encoder(tokenizer, _template(config.tokenizer) if config.messages else None)
         for batch in batches:
             encoded_batch = encode([payload for _, payload in batch])
@@ -69,8 +70,8 @@ def encoded(
             yield [None if isinstance(payload, np.ndarray) else payload for _, payload in batch]
 
     make = partial(_open_encoder, config.tokenizer, bool(config.messages))
-    with Workers[list[Payload], list[Ids | None]](config.workers, make) as workers:
-        for results in workers.map(payloads()):
+    with Workers[list[Payload], list[Ids | None]](workers, make) as pool:
+        for results in pool.map(payloads()):
             for (context, payload), ids in zip(sent.popleft(), results, strict=True):
                 yield context, payload if isinstance(payload, np.ndarray) else ids
 

@@ -71,7 +71,6 @@ def tokens_aside(
         OSError: The directory cannot be used.
     """
     pool = [(chunks[number], float(shares[number])) for number in np.flatnonzero(shares).tolist()]
-    here = config.model_copy(update={"workers": 0})  # they would start for each chunk
 
     def write(output: BinaryIO, scratch: BinaryIO) -> StreamInfo:
         labels = _labels([chunk for chunk, _ in pool], config) if config.label else None
@@ -79,7 +78,7 @@ def tokens_aside(
         for chunk, share in pool:
             scratch.seek(0)
             scratch.truncate()
-            info = write_documents(chunk, here, tokenizer, scratch, labels)
+            info = write_documents(chunk, config, tokenizer, scratch, labels)
             scratch.flush()
             if info.tokens:
                 tokens = np.memmap(scratch, dtype=info.dtype, mode="r", shape=(info.tokens,))

@@ -96,7 +96,7 @@ def write_stream(
             for file in some:
                 yield from _items(file, config, tokenizer, labels, where)
 
-    for entry, ids in encoded(items(), config, tokenizer):
+    for entry, ids in encoded(items(), config, tokenizer, config.workers):
         entry.take(ids)
     if train.length + validation.length == 0:
         raise DataError(
@@ -127,7 +127,7 @@ def write_documents(
     output: BinaryIO,
     labels: Labels | None = None,
 ) -> StreamInfo:
-    """Write the tokens of the documents of `files`, all for training, to `output`.
+    """Write the tokens of the documents of `files`, all for training, to `output`; no workers encode them.
 
     Args:
         files: The files, or parts of them.
