@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import shutil
 import subprocess
 import tempfile
@@ -19,6 +18,7 @@ from faults_traces import failures, is_in, is_rank, json_lines, last_line, names
 from shoal.launch.nursery import ForkedRank
 from shoal.testing.hosts import Hosts
 from shoal.testing.programs import Programs
+from shoal.testing.words import write_words
 from shoal.timeline import Timeline
 
 STEPS, TO_LOAD = 12, 6
@@ -110,12 +110,7 @@ class Ground:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        (folder / "text").mkdir()
-        generator = random.Random(0)
-        words = ["shoal", "fish", "ring", "of", "the", "a", "turns", "as", "one", "with", "no", "leader"]
-        for document in range(40):
-            text = " ".join(generator.choices(words, k=160))
-            (folder / "text" / f"document-{document:02d}.txt").write_text(text)
+        write_words(folder / "text")
         with Programs() as programs, Trial(self, programs, "", "", 0) as unbroken:
             ended = unbroken.train()
             self.losses = unbroken.losses

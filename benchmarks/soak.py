@@ -41,6 +41,7 @@ from statistics import fmean, median
 import shoal
 from shoal.bench import describe
 from shoal.run import Run
+from shoal.testing.words import write_words
 from shoal.units import format_bytes, format_seconds
 
 KINDS = ("kill", "segfault", "exception", "stop", "pause", "leave", "all")
@@ -242,6 +243,20 @@ def losses(run: Path) -> dict[int, float]:
     return {each["step"]: each["loss"] for each in Run.open(run).metrics() if "loss" in each}
 
 
+def growth(samples: list[tuple[int, int, int, int]]) -> str:
+    """Return the medians of the first and of the last quarter of samples; "" if there are none."""
+    if not samples:
+        return ""
+    quarter = max(1, len(samples) // 4)
+    parts = samples[:quarter], samples[-quarter:]
+    (*before, least), (*after, most) = (
+        [median(column) for column in zip(*part, strict=True)] for part in parts
+    )
+    names = ("processes", "descriptors", "threads")
+    counts = [f"{name} {x:g} to {y:g}" for name, x, y in zip(names, before, after, strict=True)]
+    return ", ".join([*counts, f"memory {format_bytes(round(least))} to {format_bytes(round(most))}"])
+
+
 def report(soaks: list[Soak], say: Callable[[str], None]) -> bool:
     """Say what became of the trainings, the first of which had no faults; return whether all is well."""
     unbroken = losses(soaks[0].run)
@@ -260,26 +275,11 @@ def report(soaks: list[Soak], say: Callable[[str], None]) -> bool:
         )
         lost = sorted(account.lost.items(), key=lambda item: -item[1])
         causes = ", ".join(f"{cause} {format_seconds(seconds)}" for cause, seconds in lost if seconds >= 0.5)
-        quarter = max(1, len(each.samples) // 4)
-        first, last = (
-            [median(column) for column in zip(*part, strict=True)]
-            for part in (each.samples[:quarter], each.samples[-quarter:])
-        )
-        grown = ", ".join(
-            f"{name} {told(before)} to {told(after)}"
-            for name, told, before, after in zip(
-                ("processes", "descriptors", "threads", "memory"),
-                (*[lambda count: f"{count:g}"] * 3, lambda count: format_bytes(int(count))),
-                first,
-                last,
-                strict=True,
-            )
-        )
         struck = ", ".join(f"{kind} {count}" for kind, count in sorted(each.faults.items())) or "none"
         between = "none" if math.isinf(each.between) else format_seconds(each.between)
         say(
             f"| {between} | {struck} | {len(made)} of {steps} | {format_seconds(account.wall)} | "
-            f"{account.goodput:.2%} | {causes} | {differs:.2%} | {grown} |"
+            f"{account.goodput:.2%} | {causes} | {differs:.2%} | {growth(each.samples)} |"
         )
         if each.ended != 0 or each.left or not all_made:
             is_well = False
@@ -297,12 +297,7 @@ def main() -> int:
     options = parser.parse_args()
     steps = round(60 * options.minutes / (1.07 * options.step))
     folder = Path(tempfile.mkdtemp(prefix="soak-"))
-    (folder / "text").mkdir()
-    drawn = random.Random(0)
-    words = ["shoal", "fish", "ring", "of", "the", "a", "turns", "as", "one", "with", "no", "leader"]
-    for document in range(400):
-        text = " ".join(drawn.choices(words, k=160))
-        (folder / "text" / f"document-{document:03d}.txt").write_text(text)
+    write_words(folder / "text", documents=400)
     times = [math.inf, *(60 * float(minutes) for minutes in options.between.split(","))]
     soaks = [
         Soak(folder / f"soak-{number}", between, steps, options.step, options.seed + number)

@@ -1,7 +1,6 @@
 """Fixtures for the whole suite: ranks are processes that all tests share."""
 
 import gc
-import random
 import tempfile
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from program_stand_ins import Programs
 from s3_stand_ins import served_bucket
 
 from shoal.testing import RankPool
+from shoal.testing.words import write_words
 
 settings.register_profile("shoal", deadline=None)  # how long an example takes is the machine's affair
 settings.load_profile("shoal")
@@ -51,12 +51,7 @@ def programs():
 def tiny_run(tmp_path_factory):
     """Arguments of `shoal train` for a run whose steps take milliseconds, on text of its own."""
     folder = tmp_path_factory.mktemp("tiny")
-    generator = random.Random(0)
-    words = ["shoal", "fish", "ring", "of", "the", "a", "turns", "as", "one", "with", "no", "leader"]
-    (folder / "text").mkdir()
-    for document in range(40):
-        text = " ".join(generator.choices(words, k=160))
-        (folder / "text" / f"document-{document:02d}.txt").write_text(text)
+    write_words(folder / "text")
     settings = (
         f"data.source={folder / 'text'}",
         f"data.cache={folder / 'cache'}",
