@@ -9,7 +9,7 @@ Both ends prove that they know the token of the run, and do not send it:
       messages <------------------------> messages
 
 A message is a JSON object after its length in bytes, 4 bytes, little-endian. What follows the handshake is
-neither signed nor encrypted: on a network that strangers share, use a tunnel such as WireGuard.
+neither signed nor encrypted: on a network that strangers share, use a tunnel (docs/guides/encrypt.md).
 """
 
 from __future__ import annotations
