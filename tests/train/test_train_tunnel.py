@@ -1,4 +1,4 @@
-"""Hosts whose network carries an encrypted tunnel alone: WireGuard, as `docs/guides/encrypt.md` sets it up."""
+"""Hosts that only WireGuard joins, as `docs/guides/encrypt.md` sets it up."""
 
 from __future__ import annotations
 
