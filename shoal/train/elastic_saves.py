@@ -98,6 +98,9 @@ class MemorySaves:
         self._seconds: list[float] = []
         self._stalls: list[float] = []
         self._behind = 0.0
+        self._has_failed = False  # then the next failure is not told
+        # A neighbour keeps a copy of each file.
+        self._in_memory = 2 if self._is_spread else 1
         trainer.saves.patience = _PATIENCE
 
     def stepped(self, seconds: float) -> None:
@@ -112,9 +115,12 @@ class MemorySaves:
         self._saved_at = step
         keep = 0 if self._is_spread else 1  # each host drops older ones by itself
         try:
-            begun = self._trainer.save_in_background(self.directory, self._extra, keep=keep, told=self._ended)
+            given = self._trainer.to_save(self.directory, self._extra)
+            begun = self._trainer.saves.begin(*given, keep, self._ended, self._in_memory)
         except CheckpointError as error:
-            self._say(f"warning: step {step} was not saved in memory: {error}")
+            self._fail(step, error)
+            if self._every == "auto":
+                self._interval = max(self._interval, _KEPT)
             return
         self._stalls = [*self._stalls[1 - _KEPT :], begun.stalled]
         if self._every == "auto":
@@ -124,13 +130,17 @@ class MemorySaves:
             self._interval = max(1, math.ceil(max(stalled / _SHARE, behind) / seconds))
 
     def save_now(self) -> None:
-        """Save before the members change; all go on from this.
+        """Save before the members change, on disk if there is no room in memory; all go on from this.
 
         Raises:
             CheckpointError: It could not be written.
         """
         self._trainer.finish_saving()
-        self._trainer.save(self.directory, self._extra)
+        try:
+            self._trainer.saves.now(*self._trainer.to_save(self.directory, self._extra), self._in_memory)
+        except CheckpointError as error:
+            self._fail(self._trainer.step_count, error)
+            self._trainer.save(extra=self._extra)
 
     def save_replica(self) -> None:
         """Save the state that this rank has, where it has all of it, after other ranks were lost.
@@ -144,5 +154,12 @@ class MemorySaves:
 
     def _ended(self, ended: Ended) -> None:
         self._behind = ended.seconds
-        if ended.error is not None:
-            self._say(f"warning: step {ended.step} was not saved in memory: {ended.error}")
+        if ended.error is None:
+            self._has_failed = False
+        else:
+            self._fail(ended.step, ended.error)
+
+    def _fail(self, step: int, error: CheckpointError) -> None:
+        if not self._has_failed:
+            self._say(f"warning: step {step} was not saved in memory: {error}")
+        self._has_failed = True

@@ -11,7 +11,6 @@ import platform
 import time
 import warnings
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from shoal.checkpoint import (
     coordinator_beside,
     retain,
 )
-from shoal.errors import CommunicationError
+from shoal.errors import CheckpointError, CommunicationError
 from shoal.parallel.device_memory import available_memory
 from shoal.record import Recorder
 from shoal.timeline import Kind
@@ -130,8 +129,8 @@ class Saves:
         if not self._reserve(self._source.pieces()):
             self._staging.touch()
 
-    def now(self, directory: Path, step: int, state: Mapping[str, Any]) -> Path:
-        """Save a checkpoint while training waits; see `Source.to_save`.
+    def now(self, directory: Path, step: int, state: Mapping[str, Any], in_memory: int = 0) -> Path:
+        """Save a checkpoint while training waits; see `Source.to_save`, and `begin` for `in_memory`.
 
         If there is memory for a copy, from saves beside the training, it is written from there: large and
         aligned requests are quicker than those that pass through a small buffer.
@@ -142,6 +141,8 @@ class Saves:
         self.finish()
         with self._recorder.span(Kind.CHECKPOINT):
             pieces, kept = self._source.to_save(directory, step, state)
+            if in_memory:
+                self._memory_of_hosts(0, in_memory * _bytes(pieces))
             if self._staging.has_room(pieces):
                 pieces = self._staging.copy(pieces)
             path = self._saver.save(directory, step, pieces, kept, self._coordinator)
@@ -155,6 +156,7 @@ class Saves:
         state: Mapping[str, Any],
         keep: int = 0,
         told: Told = None,
+        in_memory: int = 0,
     ) -> Begun:
         """Begin to save a checkpoint beside the training.
 
@@ -165,16 +167,18 @@ class Saves:
             keep: Number of newest checkpoints that stay; 0 keeps all.
             told: Called with the end of the save, by a later call of this object; without it, a failure is a
                 warning.
+            in_memory: How often the memory of hosts holds each byte of the files; 0 if they are on a disk.
 
         Raises:
-            CheckpointError: The state cannot be saved, or could not be written while training waited.
+            CheckpointError: The state cannot be saved, a host's memory has no room for the files, or they
+                could not be written while training waited.
         """
         began = time.perf_counter()
         with self._recorder.span(Kind.CHECKPOINT):
             self.finish()
             waited = time.perf_counter() - began
             pieces, kept = self._source.to_save(directory, step, state)
-            if reason := self._reserve(pieces):
+            if reason := self._reserve(pieces, in_memory):
                 path = self._saver.save(directory, step, pieces, kept, self._coordinator)
                 if keep:
                     retain(directory, keep, self._coordinator, warnings.warn, sound=path)
@@ -225,20 +229,16 @@ class Saves:
             _end(self._background, self.patience if isinstance(reason, CommunicationError) else _OTHERS)
             self.poll()
 
-    def _reserve(self, pieces: Sequence[Piece]) -> str:
+    def _reserve(self, pieces: Sequence[Piece], in_memory: int = 0) -> str:
         """Reserve memory for a copy of the pieces on all ranks; return why there is none, or ""."""
-        missing = self._staging.missing(pieces)
-        told = self._coordinator.all_gather_object((platform.node(), missing, available_memory()))
-        if not any(missing for _, missing, _ in told):
+        hosts = self._memory_of_hosts(self._staging.missing(pieces), in_memory * _bytes(pieces))
+        if not any(each.copies for each in hosts):
             return ""
-        wanted: Counter[str] = Counter()
-        for host, missing, _ in told:
-            wanted[host] += missing
         reasons = [
-            f"a copy of the state takes {format_bytes(wanted[host])} on {host}, which has "
-            f"{format_bytes(free)} of free memory"
-            for host, _, free in told
-            if free is not None and wanted[host] > (1 - _LEFT) * free
+            f"a copy of the state takes {format_bytes(each.copies)} on {each.name}, which has "
+            f"{format_bytes(each.free - each.files)} of free memory"
+            for each in hosts
+            if each.copies + each.files > (1 - _LEFT) * each.free
         ]
         reason = ""
         if not reasons:
@@ -250,6 +250,44 @@ class Saves:
         if reasons:
             self._staging.release()
         return reasons[0] if reasons else ""
+
+    def _memory_of_hosts(self, copies: int, files: int) -> list[_Host]:
+        """Return what a save takes of the memory of each host that says what is free; on all ranks.
+
+        Args:
+            copies: Bytes of new memory that this rank's copy takes.
+            files: Bytes that this rank's files take in the memory of hosts.
+
+        Raises:
+            CheckpointError: A host has no memory for the files.
+        """
+        told = self._coordinator.all_gather_object((platform.node(), available_memory(), copies, files))
+        hosts: dict[str, _Host] = {}
+        for name, free, *taken in told:
+            if free is not None:
+                before = hosts.get(name, _Host(name, free))
+                hosts[name] = _Host(name, free, before.copies + taken[0], before.files + taken[1])
+        for each in hosts.values():
+            if each.files > (1 - _LEFT) * each.free:
+                raise CheckpointError(
+                    f"its files take {format_bytes(each.files)} of the memory of {each.name}, of which "
+                    f"{format_bytes(each.free)} is free"
+                )
+        return list(hosts.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Host:
+    """What a save takes of a host's memory, in bytes: for copies, and for files of a checkpoint in memory."""
+
+    name: str
+    free: int
+    copies: int = 0
+    files: int = 0
+
+
+def _bytes(pieces: Sequence[Piece]) -> int:
+    return sum(piece.tensor.nbytes for piece in pieces)
 
 
 def _end(background: Background, patience: float) -> None:

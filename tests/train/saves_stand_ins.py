@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from run_stand_ins import Ended, shoal, shoal_as_rank
 from torch import nn
 
-from shoal.checkpoint import Background, RealFiles
+from shoal.checkpoint import Background, RealFiles, SingleProcess, checkpoints
 from shoal.train import OptimizerConfig, Trainer, saves
+from shoal.train.elastic_saves import MemorySaves
 
 WRITE, WAIT, BEGIN = RealFiles.write, Background.wait, Background.begin
 
@@ -105,6 +106,24 @@ def frozen_trainer(folder: Path) -> Trainer:
     return Trainer(
         model, data, "dp=1", batch=8, steps=8, loss=F.mse_loss, optimizer=OptimizerConfig(), run=folder
     )
+
+
+def save_in_memory(folder: Path) -> tuple[list[str], list[str], list[str]]:
+    """Saves in memory: without room for the files, before the members change, and with room."""
+    trainer, said, memory = frozen_trainer(folder / "run"), list[str](), folder / "memory"
+    trainer.step()
+    in_memory = MemorySaves(trainer, 1, memory, {}, SingleProcess(), said.append)
+    with little_memory():
+        in_memory.save_if_due()
+        trainer.step()
+        in_memory.save_if_due()
+        in_memory.save_now()
+    on_disk = [path.name for path in checkpoints(folder / "run" / "checkpoints")]
+    trainer.step()
+    in_memory.save_if_due()
+    trainer.finish_saving()
+    trainer.close()
+    return said, on_disk, [path.name for path in checkpoints(memory)]
 
 
 def save_beside_steps(folder: Path) -> tuple[list[str], list[float]]:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from port_stand_ins import free_port
 from run_stand_ins import train
-from saves_stand_ins import save_beside_steps, shoal_with
+from saves_stand_ins import save_beside_steps, save_in_memory, shoal_with
 
 from shoal.checkpoint import SingleProcess, checkpoints, read_manifest, step_of, verify
 from shoal.errors import CheckpointError, ConfigError
@@ -96,6 +96,17 @@ def test_without_memory_for_a_copy_training_waits_for_the_save_and_says_so(ranks
     assert "a copy of the state takes" in told[0]
     assert told[0].endswith("which has 9.766KiB of free memory")
     assert saved(tmp_path / "run") == [4, 2]
+
+
+def test_without_memory_for_its_files_a_save_in_memory_is_left_out_and_members_go_on_from_the_disk(
+    ranks, tmp_path
+):
+    [(said, on_disk, in_memory)] = ranks.run(save_in_memory, 1, tmp_path)
+    assert len(said) == 1
+    assert said[0].startswith("warning: step 1 was not saved in memory: its files take ")
+    assert said[0].endswith("of which 9.766KiB is free")
+    assert on_disk == ["step-00000002"]
+    assert in_memory == ["step-00000003"]
 
 
 def test_a_trainer_saves_the_state_of_the_copy_and_links_what_is_not_trained(ranks, tmp_path):
