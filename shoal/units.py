@@ -7,7 +7,15 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["format_bytes", "format_count", "format_seconds", "parse_bytes", "parse_count", "parse_steps"]
+__all__ = [
+    "exact_bytes",
+    "format_bytes",
+    "format_count",
+    "format_seconds",
+    "parse_bytes",
+    "parse_count",
+    "parse_steps",
+]
 
 _BINARY = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _DECIMAL = {"k": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -27,7 +35,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(count: int) -> str:
-    """Writes a size so that it reads well, and `parse_bytes` gives the same number where it is whole.
+    """Writes a size so that it reads well, rounded to four digits; `exact_bytes` does not round.
 
     >>> format_bytes(26214400), format_bytes(1536)
     ('25MiB', '1.5KiB')
@@ -36,6 +44,16 @@ def format_bytes(count: int) -> str:
         if count >= _BINARY[unit]:
             return f"{count / _BINARY[unit]:.4g}{unit}"
     return f"{count}B"
+
+
+def exact_bytes(count: int) -> str:
+    """Writes a size so that `parse_bytes` gives the same number.
+
+    >>> exact_bytes(26214400), exact_bytes(2416)
+    ('25MiB', '2416B')
+    """
+    text = format_bytes(count)
+    return text if parse_bytes(text) == count else f"{count}B"
 
 
 def format_seconds(seconds: float) -> str:

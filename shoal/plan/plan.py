@@ -23,7 +23,7 @@ from shoal.plan.schedules import FOUND, Schedule, Times, kind_of, make, require_
 from shoal.plan.sharding import SHARDINGS, UNSHARDED, Sharding
 from shoal.plan.shares import EQUAL, Shares
 from shoal.plan.text import read_number, settings_of
-from shoal.units import format_bytes
+from shoal.units import exact_bytes
 
 __all__ = ["CHOICES", "DEGREES", "Plan", "divisors", "element_bytes", "parse_settings"]
 
@@ -339,7 +339,7 @@ class Plan:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.name != "dp" and value != field.default:
-                settings.append(f"{field.name}={format_bytes(value) if field.name == 'bucket' else value}")
+                settings.append(f"{field.name}={exact_bytes(value) if field.name == 'bucket' else value}")
         return ",".join(settings)
 
     def replace(self, **changes: Any) -> Self:
