@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import shutil
+import subprocess
 
 import pytest
+from kubernetes_stand_ins import kubernetes
 
 from shoal.errors import ConfigError
 from shoal.submit import EXIT_STOPPED, FORMS, KubernetesJob
@@ -103,3 +107,19 @@ def test_pods_meet_at_the_first_one_by_the_name_that_it_gets():
 def test_a_name_that_kubernetes_refuses_is_refused():
     with pytest.raises(ConfigError, match="'Fish'"):
         dataclasses.replace(JOB, name="Fish")
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="kubectl is not installed")
+@pytest.mark.parametrize("form", FORMS)
+def test_kubectl_takes_the_text_in_a_dry_run(form, tmp_path):
+    yaml = pytest.importorskip("yaml")
+    home = {**os.environ, "HOME": str(tmp_path), "KUBECONFIG": str(tmp_path / "none")}
+    words = ["create", "--dry-run=client", "--validate=false", "--output", "yaml", "--filename", "-"]
+    with kubernetes() as server:
+        command = ["kubectl", "--server", server, *words]
+        ended = subprocess.run(
+            command, input=JOB.text(form), capture_output=True, text=True, env=home, timeout=60
+        )
+    assert ended.returncode == 0, ended.stderr
+    made = list(yaml.safe_load_all(ended.stdout))
+    assert holds(made, JOB.manifests(form))
