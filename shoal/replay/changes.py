@@ -141,22 +141,37 @@ def _factors(
 
 
 def _scaled(graph: Graph, factors: Mapping[tuple[int, int, str], float]) -> Graph:
-    return _with_work(graph, lambda rank, work: work.seconds * factors.get((rank, work.step, work.kind), 1.0))
+    changed = {rank for rank, _, _ in factors}
+    return _with_work(
+        graph, lambda rank, work: work.seconds * factors.get((rank, work.step, work.kind), 1.0), changed
+    )
 
 
-def _with_work(graph: Graph, seconds: Callable[[int, Work], float]) -> Graph:
+def _with_work(
+    graph: Graph, seconds: Callable[[int, Work], float], ranks: Collection[int] | None = None
+) -> Graph:
+    """Return the graph with other seconds of work; only that of `ranks` changes, if they are given."""
+
+    def changed(rank: int, event: Event) -> Event:
+        if not isinstance(event, Work):
+            return event
+        return Work(event.kind, event.name, event.step, seconds(rank, event))
+
     programs = {
-        rank: [
-            replace(event, seconds=seconds(rank, event)) if isinstance(event, Work) else event
-            for event in program
-        ]
+        rank: program
+        if ranks is not None and rank not in ranks
+        else [changed(rank, each) for each in program]
         for rank, program in graph.programs.items()
     }
     return replace(graph, programs=programs)
 
 
 def _with_transfers(graph: Graph, seconds: Callable[[Collective], Mapping[int, float]]) -> Graph:
-    return replace(graph, collectives=[replace(each, seconds=seconds(each)) for each in graph.collectives])
+    def changed(each: Collective) -> Collective:
+        now = seconds(each)
+        return each if now is each.seconds else replace(each, seconds=now)
+
+    return replace(graph, collectives=list(map(changed, graph.collectives)))
 
 
 def _class(each: Collective) -> tuple[str, int, int]:

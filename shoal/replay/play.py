@@ -72,12 +72,15 @@ def _go_on(rank: int, graph: Graph, state: _State, stops: dict[int, list[float]]
     """Let a rank go on until it waits for a collective that has not ended, or until its program ends."""
     program, done = graph.programs[rank], stops[rank]
     now = done[-1] if done else graph.starts[rank]
-    for event in program[len(done) :]:
+    for index in range(len(done), len(program)):
+        event = program[index]
         if isinstance(event, Work):
             now += event.seconds
         elif isinstance(event, Arrive):
-            state.arrivals[event.collective][rank] = now
-            _end_if_able(event.collective, graph, state, able)
+            arrivals = state.arrivals[event.collective]
+            arrivals[rank] = now
+            if len(arrivals) == len(graph.collectives[event.collective].seconds):
+                _end_if_able(event.collective, graph, state, able)
         elif isinstance(event, Await):
             end = state.ends[event.collective].get(rank)
             if end is None:
