@@ -95,14 +95,18 @@ class HangWatch:
         self._stacks: IO[str] | None = None
         self._ledgers = Path()
         self._peers: list[Peer] = []
-        self._host = ""
+        self._host = self._group = ""
         self._ranks = 0
         self._check: Callable[[], CollectiveError | None] = lambda: None
         self._told: tuple[float, HangVerdict] | None = None
         self._telling = threading.Lock()
 
     def start(
-        self, rank: int, pids: Sequence[int | None], check: Callable[[], CollectiveError | None]
+        self,
+        rank: int,
+        pids: Sequence[int | None],
+        check: Callable[[], CollectiveError | None],
+        group: str,
     ) -> None:
         """Begin to watch as a rank of a default group.
 
@@ -110,6 +114,7 @@ class HangWatch:
             rank: The global rank.
             pids: The process of each rank of the group on this host; None for ranks on other hosts.
             check: Function that returns why the group has failed; None while it has not.
+            group: The group's name, which no other group has.
         """
         try:
             self._ledgers = ledger_folder()
@@ -123,7 +128,7 @@ class HangWatch:
         # Other processes, such as after a rank was replaced, have files of their own.
         processes = zlib.crc32(repr(sorted(each.pid for each in self._peers)).encode())
         self._host = f"{socket.gethostname()}-{processes:08x}"
-        self._ranks = len(pids)
+        self._ranks, self._group = len(pids), group
         self._check, self._told = check, None
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True, chain=False)
         self._ledger.answer()
@@ -160,8 +165,8 @@ class HangWatch:
             if self._told is not None and time.monotonic() - self._told[0] < _SAME:
                 return self._told[1]
             folder = self.folder if self.folder is not None else self._ledgers / "hang"
-            done = self._ledgers / f"verdict-{self._host}"
-            with (self._ledgers / f"inquest-{self._host}").open("w", encoding="utf-8") as lock:
+            done = self._ledgers / f"verdict-{self._host}-{self._group}"
+            with (self._ledgers / f"inquest-{self._host}-{self._group}").open("w", encoding="utf-8") as lock:
                 if not _take(lock):
                     verdict = _wait_for(done)
                 elif _is_fresh(done):
@@ -172,6 +177,7 @@ class HangWatch:
                         ledgers=self._ledgers,
                         folder=folder,
                         host=self._host,
+                        group=self._group,
                         ranks=self._ranks,
                         reason=reason,
                     )

@@ -83,7 +83,7 @@ class NativeGroup:
             if global_ranks is None:
                 own = self.formed.members[rank].host
                 here = [each.pid if each.host == own else None for each in self.formed.members]
-                watch.start(rank, here, _checking(self))
+                watch.start(rank, here, _checking(self), self.formed.name)
             self._watch = watch.group(range(size) if global_ranks is None else global_ranks)
 
     def __del__(self) -> None:

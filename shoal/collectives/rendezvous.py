@@ -14,7 +14,7 @@ import secrets
 import socket
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -56,16 +56,18 @@ class Formed:
         members: The facts about each rank.
         all_read: Whether the ranks of each host read each other's private memory.
         turns: Number of ranks of this host that share a core: 1 if each has a core of its own.
+        name: A text that all its ranks know, and that no other group has.
     """
 
     handle: int
     members: tuple[Member, ...]
     all_read: bool
     turns: int
+    name: str
 
     def among(self, ranks: Sequence[int]) -> Formed:
         """Return what is known about some of the ranks, in this order."""
-        return Formed(self.handle, tuple(self.members[rank] for rank in ranks), self.all_read, self.turns)
+        return replace(self, members=tuple(self.members[rank] for rank in ranks))
 
 
 def host_identity(environment: Mapping[str, str] = os.environ) -> str:
@@ -134,6 +136,7 @@ class _Forming:
         self._options = options
         self._assembly = Assembly(store, rank, size, timeout)
         self._group = 0
+        self._name = ""
 
     def by_acquaintance(self, known: Formed) -> Formed | None:
         """Form the group in one round; return None, on all ranks, if the known facts are out of date."""
@@ -252,6 +255,7 @@ class _Forming:
 
     def _join(self, told: Sequence[str]) -> int:
         secret, _, _ = told[0].partition(" ")
+        self._name = hashlib.sha256(f"name of {secret}".encode()).hexdigest()[:16]
         introductions = [each.partition(" ")[2].encode() for each in told]
         everyone = (ctypes.c_char_p * self._size)(*introductions)
         seconds = self._timeout.total_seconds()
@@ -261,7 +265,7 @@ class _Forming:
     def _start(self, members: Sequence[Member], all_read: bool) -> Formed:
         turns = self._core.check(self._core.group_start(self._group, all_read), "forming a group")
         handle, self._group = self._group, 0
-        return Formed(handle, tuple(members), all_read, turns)
+        return Formed(handle, tuple(members), all_read, turns, self._name)
 
     def _free(self) -> None:
         handle, self._group = self._group, 0

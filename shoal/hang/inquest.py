@@ -56,8 +56,17 @@ class _Found:
     kernel: str
 
 
+@dataclass(frozen=True, slots=True)
+class _HostFile:
+    """What a host has written down: when, of which group, and the states of its ranks."""
+
+    when: float
+    group: str
+    states: list[RankState]
+
+
 def hold_inquest(
-    peers: Sequence[Peer], *, ledgers: Path, folder: Path, host: str, ranks: int, reason: str
+    peers: Sequence[Peer], *, ledgers: Path, folder: Path, host: str, group: str, ranks: int, reason: str
 ) -> HangVerdict:
     """Find out what the ranks of this host do, write it down, and return the verdict over all ranks.
 
@@ -66,6 +75,7 @@ def hold_inquest(
         ledgers: Folder of their ledgers.
         folder: Folder for the files; it is made.
         host: Name of this host, different from those of the other hosts.
+        group: Name of the ranks' group, the same on all hosts; files of other groups do not count.
         ranks: Number of ranks on all hosts.
         reason: The error that a rank met.
     """
@@ -74,9 +84,14 @@ def hold_inquest(
     # What cannot be written is only lost for readers after the run.
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        data = {"when": time.time(), "reason": reason, "states": [state.as_json() for state in states]}
+        data = {
+            "when": time.time(),
+            "group": group,
+            "reason": reason,
+            "states": [state.as_json() for state in states],
+        }
         _write(folder / f"host-{host}.json", json.dumps(data))
-    verdict = judge(_with_other_hosts(states, folder, ranks))
+    verdict = judge(_with_other_hosts(states, folder, group, ranks))
     causes = [each for each in found if each.state.rank in verdict.ranks and _is_alive(each.state)]
     with contextlib.suppress(OSError):
         for each in found:
@@ -93,8 +108,10 @@ def hold_inquest(
 def read_states(folder: Path) -> list[RankState]:
     """Return the states of the last hang in a folder; files that are torn, or older, are left out."""
     files = list(_files(folder))
-    last = max((when for when, _ in files), default=0.0)
-    return [state for when, states in files if last - when < _FRESH for state in states]
+    last, group = max(((each.when, each.group) for each in files), default=(0.0, ""))
+    return [
+        state for each in files if each.group == group and last - each.when < _FRESH for state in each.states
+    ]
 
 
 def _file(folder: Path, found: _Found) -> Path:
@@ -173,22 +190,24 @@ def _stacks(pages: Pages | None, process: Process | None, size: int, began: floa
     return text
 
 
-def _with_other_hosts(own: Sequence[RankState], folder: Path, ranks: int) -> list[RankState]:
+def _with_other_hosts(own: Sequence[RankState], folder: Path, group: str, ranks: int) -> list[RankState]:
     """Return the states of this host and of those hosts that write to the same folder."""
     until = time.monotonic() + _OTHERS
     while True:
-        found = {state.rank: state for when, states in _files(folder) if _is_fresh(when) for state in states}
+        others = (each for each in _files(folder) if each.group == group and _is_fresh(each.when))
+        found = {state.rank: state for each in others for state in each.states}
         found |= {state.rank: state for state in own}
         if len(found) >= ranks or time.monotonic() > until:
             return list(found.values())
         time.sleep(0.1)
 
 
-def _files(folder: Path) -> Iterator[tuple[float, list[RankState]]]:
+def _files(folder: Path) -> Iterator[_HostFile]:
     for path in sorted(folder.glob("host-*.json")):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
             data = json.loads(path.read_text(encoding="utf-8"))
-            yield float(data["when"]), [RankState.from_json(each) for each in data["states"]]
+            states = [RankState.from_json(each) for each in data["states"]]
+            yield _HostFile(float(data["when"]), str(data["group"]), states)
 
 
 def _is_fresh(when: float) -> bool:

@@ -18,7 +18,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.cli.main import main
-from shoal.hang import DTYPES, NAMES, Call, Cause, GroupCalls, Ledger, Place, RankState, judge, read_states
+from shoal.hang import (
+    DTYPES,
+    NAMES,
+    Call,
+    Cause,
+    GroupCalls,
+    Ledger,
+    Place,
+    RankState,
+    hold_inquest,
+    judge,
+    read_states,
+)
 from shoal.hang.ledger import SLOTS, Pages
 from shoal.hang.process import Process, place_of
 from shoal.testing import RankPool
@@ -99,11 +111,25 @@ def test_a_rank_without_a_record_and_a_slow_transport_are_told_apart() -> None:
 
 
 def test_a_folder_of_several_hangs_tells_of_the_last_one(tmp_path: Path) -> None:
-    for name, when, rank in (("a", 1000.0, 0), ("b", 5000.0, 0), ("c", 5010.0, 1)):
+    for name, when, group, rank in (
+        ("a", 1000.0, "new", 0),
+        ("b", 5000.0, "new", 0),
+        ("c", 5005.0, "old", 1),
+        ("d", 5010.0, "new", 1),
+    ):
         states = [state(rank, reduce(int(when))).as_json()]
-        (tmp_path / f"host-{name}.json").write_text(json.dumps({"when": when, "states": states}))
-    (tmp_path / "host-d.json").write_text('{"when": 9000')
+        told = {"when": when, "group": group, "states": states}
+        (tmp_path / f"host-{name}.json").write_text(json.dumps(told))
+    (tmp_path / "host-e.json").write_text('{"when": 9000')
     assert [(each.rank, each.groups["all"].begun) for each in read_states(tmp_path)] == [(0, 5000), (1, 5010)]
+
+
+def test_what_another_group_met_a_moment_ago_is_not_taken_for_this_hang(tmp_path: Path) -> None:
+    told = {"when": time.time(), "group": "before", "states": [state(1, reduce(1)).as_json()]}
+    (tmp_path / "host-b.json").write_text(json.dumps(told))
+    for group, lines in (("now", 0), ("before", 1)):
+        own = hold_inquest([], ledgers=tmp_path, folder=tmp_path, host="a", group=group, ranks=1, reason="")
+        assert len(own.lines) == lines
 
 
 def test_a_call_in_addition_is_told_from_a_skipped_one() -> None:
