@@ -40,8 +40,9 @@ bool is_possible(const Greeting& greeting) {
 
 }  // namespace
 
-Aggregator::Aggregator(const std::string& address_and_port, AggregationSession::Report report)
-    : report_(std::move(report)), listening_(listen_on_both(address_and_port)), address_(address_of(listening_)) {
+Aggregator::Aggregator(const std::string& address_and_port, const std::optional<Secret>& secret,
+                       AggregationSession::Report report)
+    : secret_(secret), report_(std::move(report)), listening_(listen_on_both(address_and_port)), address_(address_of(listening_)) {
   raise_descriptor_limit();
   loop_.start();
   loop_.call([this] { loop_.add(listening_.number(), EPOLLIN, [this](uint32_t) { accept(); }); });
@@ -59,15 +60,23 @@ void Aggregator::serve() {
 void Aggregator::accept() {
   while (Descriptor socket = accept_from(listening_)) {
     if (callers_.size() >= most_callers) dismiss(callers_.begin());
-    const auto caller = callers_.insert(callers_.end(), {std::move(socket), {}, {}});
+    const auto caller = callers_.insert(callers_.end(), {std::move(socket), {}, {}, {}});
     caller->limit = loop_.after(greeting_limit, [this, caller] { dismiss(caller); });
     loop_.add(caller->socket.number(), EPOLLIN, [this, caller](uint32_t) { hear(caller); });
+    if (secret_) {
+      const auto find = [this](uint64_t group) {
+        return group == number_of(*secret_) ? std::optional<Membership>({*secret_, 0}) : std::nullopt;
+      };
+      caller->handshake = Handshake::accept(find);
+      hear(caller);  // sends the challenge
+    }
   }
   // Whoever could not be accepted is still there: do not ask again at once.
   if (has_run_out(errno)) std::this_thread::sleep_for(std::chrono::milliseconds(100));
 }
 
 void Aggregator::hear(Callers::iterator caller) {
+  if (caller->handshake && !has_proved(caller)) return;
   std::array<char, sizeof(Greeting)> come;
   const ssize_t count =
       recv(caller->socket.number(), come.data(), sizeof(Greeting) - caller->come.size(), MSG_DONTWAIT);
@@ -82,6 +91,17 @@ void Aggregator::hear(Callers::iterator caller) {
   Descriptor socket = std::move(caller->socket);
   callers_.erase(caller);
   if (is_possible(greeting)) admit(greeting, std::move(socket));
+}
+
+// Whether the caller has just proved that it knows the secret; one that does not is dismissed.
+bool Aggregator::has_proved(Callers::iterator caller) {
+  const Handshake::Progress progress = caller->handshake->converse(caller->socket.number()).progress;
+  if (progress == Handshake::Progress::done) {
+    caller->handshake.reset();
+    return true;
+  }
+  if (progress != Handshake::Progress::underway) dismiss(caller);
+  return false;
 }
 
 void Aggregator::dismiss(Callers::iterator caller) {

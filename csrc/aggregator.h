@@ -1,14 +1,15 @@
 // A process that stands where the switch is, and adds up what the hosts of groups send it: the other end of
 // `AggregatorLink`.
 //
-// It takes everyone who reaches its address. A group's hosts find each other by a number made from the group's secret,
-// so a stranger cannot join a group. What one session holds in memory is bounded by its hosts and the size of a chunk.
+// It takes everyone who knows its secret, or everyone who reaches its address if it has none. A group's hosts find each
+// other by a number made from the group's secret, so a stranger cannot join a group. What one session holds in memory is bounded by its hosts and the size of a chunk.
 #pragma once
 
 #include <functional>
 #include <list>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -22,8 +23,10 @@ namespace shoal {
 class Aggregator {
  public:
   // Listens on "address:port"; port 0: one that the system chooses. Throws Failure: invalid, if it is no address;
-  // system, if it is not this host's, or the port is taken. `report` is called on threads of the aggregator.
-  Aggregator(const std::string& address_and_port, AggregationSession::Report report);
+  // system, if it is not this host's, or the port is taken. `secret`: that callers must know; none: everyone may call.
+  // `report` is called on threads of the aggregator.
+  Aggregator(const std::string& address_and_port, const std::optional<Secret>& secret,
+             AggregationSession::Report report);
   ~Aggregator();  // ends all sessions
 
   // "address:port", where it listens.
@@ -35,6 +38,7 @@ class Aggregator {
  private:
   struct Caller {  // who has not sent a whole greeting yet
     Descriptor socket;
+    std::optional<Handshake> handshake;  // until the caller has proved that it knows the secret
     std::string come;
     EventLoop::Timer limit{};
   };
@@ -53,6 +57,7 @@ class Aggregator {
 
   void accept();
   void hear(Callers::iterator caller);
+  bool has_proved(Callers::iterator caller);
   void dismiss(Callers::iterator caller);
   void admit(const Greeting& greeting, Descriptor socket);
   void lose(const Key& key, int host, int stream);
@@ -61,6 +66,7 @@ class Aggregator {
   void beat(Pulses::iterator pulse);
   void end_pulse(Pulses::iterator pulse);
 
+  const std::optional<Secret> secret_;
   const AggregationSession::Report report_;
   const Descriptor listening_;
   const std::string address_;

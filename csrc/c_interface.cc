@@ -92,6 +92,14 @@ int hand_out(const std::string& what, char* text, size_t capacity) {
   return 0;
 }
 
+// The 32 bytes of a secret; none for a null pointer.
+std::optional<Secret> secret_at(const char* bytes) {
+  if (bytes == nullptr) return std::nullopt;
+  Secret secret;
+  std::memcpy(secret.data(), bytes, secret.size());
+  return secret;
+}
+
 }  // namespace
 
 // A group, and its operations that are not forgotten yet. After it is closed, it stays until no caller can ask for it.
@@ -137,11 +145,12 @@ int shoal_last_failure(int* rank, char* text, size_t capacity) {
 }
 
 shoal_group* shoal_group_create(int rank, int size, const int* hosts, const char* bind_address, int streams,
-                                double heartbeat, const char* aggregator) {
+                                double heartbeat, const char* aggregator, const char* aggregator_secret) {
   shoal_group* made = nullptr;
   guarded([&] {
     const std::vector<int> all_hosts(hosts, hosts + size);
-    const GroupOptions options{rank, all_hosts, bind_address, streams, heartbeat, aggregator};
+    const GroupOptions options{rank, all_hosts, bind_address, streams, heartbeat, aggregator,
+                               secret_at(aggregator_secret)};
     try {
       made = new shoal_group(options);
     } catch (const Failure& failure) {
@@ -173,9 +182,7 @@ int shoal_group_join(shoal_group* group, const char* const* introductions, const
   return static_cast<int>(interruptible([&] {
     const Visit visit(*group->group);
     const std::vector<std::string> all(introductions, introductions + visit->size());
-    Secret bytes;
-    std::memcpy(bytes.data(), secret, bytes.size());
-    return static_cast<int>(visit->join(all, bytes, Deadline::after(timeout)));
+    return static_cast<int>(visit->join(all, *secret_at(secret), Deadline::after(timeout)));
   }));
 }
 
@@ -283,11 +290,11 @@ struct shoal_aggregator {
   Aggregator aggregator;
 };
 
-shoal_aggregator* shoal_aggregator_create(const char* address_and_port) {
+shoal_aggregator* shoal_aggregator_create(const char* address_and_port, const char* secret) {
   shoal_aggregator* made = nullptr;
   guarded([&] {
     const auto report = [](const std::string& what) { std::fprintf(stderr, "shoal: %s\n", what.c_str()); };
-    made = new shoal_aggregator{{address_and_port, report}};
+    made = new shoal_aggregator{{address_and_port, secret_at(secret), report}};
     return 0;
   });
   return made;

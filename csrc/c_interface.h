@@ -30,8 +30,9 @@ typedef struct {
 int shoal_last_failure(int* rank, char* text, size_t capacity);
 
 // --- groups ---
+// A secret is 32 bytes. `aggregator_secret`: null if the aggregator asks for none.
 shoal_group* shoal_group_create(int rank, int size, const int* hosts, const char* bind_address, int streams,
-                                double heartbeat, const char* aggregator);
+                                double heartbeat, const char* aggregator, const char* aggregator_secret);
 // Lets these processes read this process's memory, where the system needs to know them. Call it before any rank joins.
 int shoal_group_allow_reads(shoal_group* group, const int* peers, int count);
 int shoal_group_introduce(shoal_group* group, char* text, size_t capacity);
@@ -70,7 +71,8 @@ void shoal_raise(void);
 
 // --- the aggregator of in-network reduction, a process of its own ---
 // Listens on "address:port"; null: it cannot. It tells people what happens on the standard error output.
-shoal_aggregator* shoal_aggregator_create(const char* address_and_port);
+// `secret`: that callers must know, or null.
+shoal_aggregator* shoal_aggregator_create(const char* address_and_port, const char* secret);
 int shoal_aggregator_address(const shoal_aggregator* aggregator, char* text, size_t capacity);
 // Serves until a signal handler raises: returns the negative of `interrupted`.
 int shoal_aggregator_serve(shoal_aggregator* aggregator);

@@ -136,7 +136,7 @@ void Group::meet_aggregator(const Secret& secret) {
   greeting.heartbeat = static_cast<int32_t>(options_.heartbeat * 1000);
   AggregatorPulse::Limits limits{options_.heartbeat, [this] { return operations_waiting_.load() > 0; },
                                  [this](Code code, const std::string& text) { watch_->tell(code, -1, text); }};
-  aggregator_.emplace(options_.aggregator, greeting, hub_.loop(), std::move(limits), alarm_);
+  aggregator_.emplace(options_.aggregator, options_.aggregator_secret, greeting, hub_.loop(), std::move(limits), alarm_);
 }
 
 // In one call on the Hub's thread: with many ranks, a call for each rank would take longer than everything else.

@@ -27,6 +27,7 @@ struct GroupOptions {
   int streams = 2;            // TCP connections per link
   double heartbeat = 5;       // seconds without a sign of life after which a peer has stopped
   std::string aggregator;     // "address:port" of the aggregator between the hosts; empty: there is none
+  std::optional<Secret> aggregator_secret;  // that the aggregator asks for, if it does
 };
 
 // How a rank reaches the memory of its peers on the host. The numbers are part of the C interface.

@@ -25,10 +25,11 @@ constexpr int alarm_look = 20;
 
 }  // namespace
 
-AggregatorLink::AggregatorLink(std::string address, const Greeting& greeting, EventLoop& loop,
-                               AggregatorPulse::Limits limits, const Alarm& alarm)
+AggregatorLink::AggregatorLink(std::string address, const std::optional<Secret>& secret, const Greeting& greeting,
+                               EventLoop& loop, AggregatorPulse::Limits limits, const Alarm& alarm)
     : address_(std::move(address)),
       name_("the aggregator " + address_),
+      secret_(secret),
       greeting_(greeting),
       loop_(loop),
       limits_(std::move(limits)),
@@ -53,6 +54,7 @@ Descriptor AggregatorLink::connect_stream(int stream, Deadline limit) const {
     }
     std::this_thread::sleep_for(std::chrono::duration<double>(pause));
   }
+  if (secret_) prove(socket, limit);
   Greeting greeting = greeting_;
   greeting.stream = stream;
   const ssize_t sent = ::send(socket.number(), &greeting, sizeof greeting, MSG_NOSIGNAL);  // a new connection has room
@@ -65,9 +67,29 @@ Descriptor AggregatorLink::connect_stream(int stream, Deadline limit) const {
     if (count > 0) come += static_cast<size_t>(count);
   }
   if (come < answer.size() || answer != aggregator_magic) {
-    throw Failure(Code::refused, -1, name_ + " did not let this rank in: is it another program?" + aggregator_advice());
+    turned_away("is it another program, or does it ask for a secret?");
   }
   return socket;
+}
+
+// Proves that this rank knows the secret, and lets the aggregator prove it.
+void AggregatorLink::prove(const Descriptor& socket, Deadline limit) const {
+  Handshake handshake = Handshake::dial(*secret_, {.group = number_of(*secret_), .from = 0, .to = 0});
+  for (;;) {
+    switch (handshake.converse(socket.number()).progress) {
+      case Handshake::Progress::done:
+        return;
+      case Handshake::Progress::underway:
+        await(socket, POLLIN, limit);
+        break;
+      default:
+        turned_away("does it know the secret in the rank's SHOAL_AGGREGATOR_SECRET_FILE?");
+    }
+  }
+}
+
+void AggregatorLink::turned_away(const std::string& question) const {
+  throw Failure(Code::refused, -1, name_ + " did not let this rank in: " + question + aggregator_advice());
 }
 
 // Returns false, and says why, if the connection did not come about.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,10 +18,10 @@ namespace shoal {
 
 class AggregatorLink {
  public:
-  // `address`: "address:port". `greeting`: who this rank is; the stream is set for each connection. `limits`: of its
+  // `address`: "address:port". `secret`: that the aggregator asks for, if it does. `greeting`: who this rank is; the stream is set for each connection. `limits`: of its
   // pulse, which the loop watches.
-  AggregatorLink(std::string address, const Greeting& greeting, EventLoop& loop, AggregatorPulse::Limits limits,
-                 const Alarm& alarm);
+  AggregatorLink(std::string address, const std::optional<Secret>& secret, const Greeting& greeting, EventLoop& loop,
+                 AggregatorPulse::Limits limits, const Alarm& alarm);
 
   // Connects if that has not happened. Waits some seconds for an aggregator that is not there yet.
   // Throws Failure: refused, if none is; timeout, if it does not answer; the alarm's failure.
@@ -32,9 +33,12 @@ class AggregatorLink {
  private:
   Descriptor connect_stream(int stream, Deadline limit) const;
   bool try_to_connect(Descriptor& socket, Deadline limit, std::string& trouble) const;
+  void prove(const Descriptor& socket, Deadline limit) const;
   void await(const Descriptor& socket, short events, Deadline limit) const;
+  [[noreturn]] void turned_away(const std::string& question) const;
 
   const std::string address_, name_;
+  const std::optional<Secret> secret_;
   const Greeting greeting_;
   EventLoop& loop_;
   const AggregatorPulse::Limits limits_;

@@ -17,7 +17,8 @@ on a machine that every host reaches as fast as its own link allows. Then set SH
 the ranks. An all-reduce by the algorithm in-network sends each byte over a host's link once up and once down;
 a ring among k hosts takes 2(k-1)/k each way.
 
-It takes everyone who reaches the address: let only the hosts reach it. Ctrl-C stops it.
+It takes everyone who reaches the address, unless SHOAL_AGGREGATOR_SECRET_FILE names a file with a secret, for
+it and for the ranks; make one with: (umask 077; head -c 32 /dev/urandom > FILE). Ctrl-C stops it.
 
 Exit codes: 0 stopped by a termination signal; 2 it cannot listen there; 130 stopped by Ctrl-C.
 """

@@ -7,6 +7,7 @@ from types import TracebackType
 
 from shoal.collectives.core import load_core
 from shoal.collectives.interface import numeric_address
+from shoal.collectives.secret_file import aggregator_secret
 from shoal.errors import ConfigError
 
 __all__ = ["Aggregator"]
@@ -16,14 +17,16 @@ class Aggregator:
     """Adds up what the hosts of groups send it, and sends the sums back. A context manager.
 
     It stands where the switch of the network is, on a machine that every host reaches as fast as its own link
-    allows. Its memory does not grow with the buffers. It takes everyone who reaches its address; a group's
-    hosts find each other by a number made from the group's secret.
+    allows. Its memory does not grow with the buffers. A caller proves that it knows the secret in the file
+    that SHOAL_AGGREGATOR_SECRET_FILE names; without this variable it takes everyone who reaches its address.
+    A group's hosts find each other by a number made from the group's secret.
 
     Args:
         address: HOST:PORT to listen at; port 0 is one that the system chooses.
 
     Raises:
-        ConfigError: It cannot listen there, or the native core was not built.
+        ConfigError: It cannot listen there, the file of its secret cannot be used, or the native core was not
+            built.
     """
 
     def __init__(self, address: str) -> None:
@@ -35,7 +38,9 @@ class Aggregator:
                 change="install a C++20 compiler (apt-get install g++), and then Shoal again",
             )
         self._core = core
-        self._handle = core.aggregator_create(numeric_address(address, "--listen").encode())
+        self._handle = core.aggregator_create(
+            numeric_address(address, "--listen").encode(), aggregator_secret()
+        )
         if not self._handle:
             raise ConfigError(
                 str(core.failure(f"an aggregator at {address}")),

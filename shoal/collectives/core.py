@@ -73,7 +73,7 @@ class Core:
             keeping, "last_failure", number, ctypes.POINTER(number), text, ctypes.c_size_t
         )
         self.group_create = function(
-            releasing, "group_create", pointer, number, number, pointer, text, number, real, text
+            releasing, "group_create", pointer, number, number, pointer, text, number, real, text, text
         )
         self.group_allow_reads = function(
             releasing, "group_allow_reads", number, pointer, ctypes.POINTER(number), number
@@ -93,7 +93,7 @@ class Core:
         self.test = function(keeping, "test", number, pointer, ticket)
         self.forget = function(keeping, "forget", None, pointer, ticket)
         self._raise = function(keeping, "raise", None)
-        self.aggregator_create = function(keeping, "aggregator_create", pointer, text)
+        self.aggregator_create = function(keeping, "aggregator_create", pointer, text, text)
         self.aggregator_address = function(
             keeping, "aggregator_address", number, pointer, text, ctypes.c_size_t
         )

@@ -15,7 +15,8 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store, TCPStore
 
-from shoal.collectives.sealed_store import SealedStore, read_secret
+from shoal.collectives.sealed_store import SealedStore
+from shoal.collectives.secret_file import read_secret
 
 __all__ = ["open_store"]
 

@@ -25,6 +25,7 @@ from shoal.collectives.assembly import Assembly
 from shoal.collectives.core import Core
 from shoal.collectives.interface import address_towards, find_interface_address, numeric_address
 from shoal.collectives.options import Options, require_same
+from shoal.collectives.secret_file import aggregator_secret
 from shoal.errors import ConfigError
 
 __all__ = ["Formed", "Member", "form_group", "host_identity"]
@@ -235,6 +236,7 @@ class _Forming:
             self._options.streams,
             self._options.heartbeat,
             aggregator.encode(),
+            aggregator_secret() if named else None,
         )
         if not self._group:
             raise self._core.failure("forming a group")

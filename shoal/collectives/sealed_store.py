@@ -18,64 +18,22 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import secrets
-import stat
-from collections.abc import Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, final
 
 from torch._C._distributed_c10d import Store
 
-from shoal.errors import CommunicationError, ConfigError
+from shoal.collectives.secret_file import SECRET_FILE
+from shoal.errors import CommunicationError
 
-__all__ = ["SECRET_FILE", "SealedStore", "read_secret"]
+__all__ = ["SealedStore"]
 
-SECRET_FILE = "SHOAL_SECRET_FILE"
-"""Environment variable: a file with the secret of a training on several hosts, equal on all of them."""
-
-_LEAST, _MOST = 32, 4096  # bytes of a secret
 _NONCE = 16  # bytes
 _SIGNATURE = 32
 
 _KEPT: list[SealedStore] = []
 """All of this process: native code that holds a store, as PrefixStore does, does not keep its Python half."""
-
-
-def read_secret(environment: Mapping[str, str] = os.environ) -> bytes | None:
-    """Return the secret of a training; None if it has none.
-
-    Raises:
-        ConfigError: The file cannot be read, others may read it, or it is too short or too long.
-    """
-    name = environment.get(SECRET_FILE)
-    if not name:
-        return None
-    possible = f"a file of {_LEAST} to {_MOST} bytes that its owner alone can read"
-    try:
-        with Path(name).open("rb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            secret = file.read(_MOST + 1)
-    except OSError as error:
-        raise ConfigError(
-            f"{SECRET_FILE}={name} cannot be read: {error.strerror}",
-            possible=possible,
-            change="make one with: (umask 077; head -c 32 /dev/urandom > FILE), and copy it to each host",
-        ) from None
-    if mode & 0o077:
-        raise ConfigError(
-            f"{SECRET_FILE}={name} has the mode {mode:04o}, so that others can read it",
-            possible=possible,
-            change=f"make a new secret with: (umask 077; head -c 32 /dev/urandom > {name})",
-        )
-    if not _LEAST <= len(secret) <= _MOST:
-        raise ConfigError(
-            f"{SECRET_FILE}={name} has {len(secret) if len(secret) <= _MOST else f'more than {_MOST}'} bytes",
-            possible=possible,
-            change=f"make a new secret with: (umask 077; head -c 32 /dev/urandom > {name})",
-        )
-    return secret
 
 
 @final

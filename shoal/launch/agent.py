@@ -22,7 +22,7 @@ from typing import final
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from shoal.collectives.sealed_store import SECRET_FILE
+from shoal.collectives.secret_file import SECRET_FILE
 from shoal.errors import ConfigError, ShoalError
 from shoal.launch.launcher import launch_on_node
 from shoal.launch.messages import NOW, Here, Task, from_line, to_line

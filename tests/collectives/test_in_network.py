@@ -19,6 +19,7 @@ from collective_cases import run_cases
 from fault_ranks import HEARTBEAT, Ended, Ranks, failure_of, form
 
 from shoal.collectives import Aggregator, Options, is_built
+from shoal.collectives.secret_file import AGGREGATOR_SECRET_FILE
 from shoal.errors import CollectiveError, ConfigError
 from shoal.testing import RankPool
 from shoal.testing.hosts import Hosts, enter_host, why_no_hosts
@@ -249,6 +250,36 @@ def test_an_aggregator_that_is_not_there_is_named_with_what_to_change():
             assert failure.fault == "refused", failure
             assert "the aggregator 127.0.0.1:9 cannot be reached: Connection refused" in str(failure)
             assert "SHOAL_AGGREGATOR" in str(failure)
+
+
+def test_an_aggregator_with_a_secret_takes_those_who_know_it(tmp_path, pool):
+    files = {name: tmp_path / name for name in ("secret", "other")}
+    for number, file in enumerate(files.values()):
+        file.touch(mode=0o600)
+        file.write_bytes(bytes([number]) * 32)
+    with mock.patch.dict(os.environ, {AGGREGATOR_SECRET_FILE: str(files["secret"])}):
+        closed = Aggregator("127.0.0.1:0")
+    with closed, Aggregator("127.0.0.1:0") as open_to_all:
+        assert pool.run(reduce_with_secret, 2, closed.address, str(files["secret"])) == ["3.0", "3.0"]
+        for address, file, told in (
+            (closed.address, str(files["other"]), "does it know the secret in the rank's SHOAL_AGGREGATOR"),
+            (closed.address, "", "or does it ask for a secret?"),
+            (open_to_all.address, str(files["secret"]), "does it know the secret in the rank's SHOAL_AGG"),
+        ):
+            for failure in pool.run(reduce_with_secret, 2, address, file):
+                assert f"the aggregator {address} did not let this rank in" in failure
+                assert told in failure
+
+
+def reduce_with_secret(address, file):
+    with mock.patch.dict(os.environ, {AGGREGATOR_SECRET_FILE: file}):
+        group = group_of_hosts(1, address)
+        tensor = torch.full((4,), dist.get_rank() + 1.0)
+        try:
+            dist.all_reduce(tensor, group=group)
+        except CollectiveError as error:
+            return str(error)
+        return str(float(tensor[0]))
 
 
 def test_a_wrong_address_is_refused_at_once():
