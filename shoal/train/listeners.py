@@ -54,10 +54,12 @@ class Listeners:
     def measured(
         self, parallel: Parallel, optimizer: torch.optim.Optimizer, step: int
     ) -> AbstractContextManager[None]:
-        """Return a context for a step, in which the Run may measure its memory."""
-        if self.record is None:
-            return nullcontext()
-        return self.record.memory.step(parallel, optimizer, step)
+        """Return a context for a step, whose time and memory the Run may measure."""
+        return nullcontext() if self.record is None else self.record.step(parallel, optimizer, step)
+
+    def part(self, name: str) -> AbstractContextManager[None]:
+        """Return a context for work beside the steps, such as "save", whose time the Run notes."""
+        return nullcontext() if self.record is None else self.record.part(name)
 
     def stepped(self, result: StepResult) -> None:
         """Report that a step was made or skipped."""

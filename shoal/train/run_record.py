@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -16,11 +19,13 @@ from shoal.checkpoint import Coordinator
 from shoal.cluster import peak_flops
 from shoal.errors import RunError, ShoalError
 from shoal.models import Transformer
+from shoal.parallel import Parallel
 from shoal.plan import Plan
 from shoal.record import ClockExchange, MetricsWriter, Recorder, exchange_clocks, open_recorder
 from shoal.run import Decision, Run, write_decision
 from shoal.run.alive import AliveLock
 from shoal.train.step_memory import MemoryRecord
+from shoal.train.time_account import TimeAccount
 
 __all__ = ["RunRecord", "describe_device", "describe_versions"]
 
@@ -53,7 +58,6 @@ class RunRecord:
     Attributes:
         run: The Run.
         recorder: Recorder of spans.
-        memory: Measures one step.
 
     Raises:
         RunError: On all ranks: the directory holds something else, or cannot be made.
@@ -68,6 +72,8 @@ class RunRecord:
         settings: Mapping[str, Any],
         recorder: Recorder | None,
     ) -> None:
+        self._launched = time.time()
+        self._time: TimeAccount | None = None  # from the first step on: then the Run may be written
         self._coordinator = coordinator
         self._device = device
         self._described = _describe(path, coordinator, model) | dict(settings)
@@ -83,7 +89,7 @@ class RunRecord:
         self._clocks = (
             exchange_clocks(coordinator, folder, rank, say) if recorder is None else ClockExchange()
         )
-        self.memory = MemoryRecord(self.run.memory_file(coordinator.rank), coordinator.rank, say)
+        self._memory = MemoryRecord(self.run.memory_file(coordinator.rank), coordinator.rank, say)
         self._metrics = MetricsWriter(self.run.metrics_file, say=say) if coordinator.rank == 0 else None
 
     def settle(self, plan: Plan) -> None:
@@ -117,6 +123,21 @@ class RunRecord:
                 change="give another run=, or load one of its checkpoints before the first step",
             )
 
+    @contextmanager
+    def step(self, parallel: Parallel, optimizer: torch.optim.Optimizer, step: int) -> Iterator[None]:
+        """Return a context for a step, whose time is noted, and whose memory may be measured."""
+        if self._time is None:
+            ranks, is_writer = self._coordinator.size, self._coordinator.rank == 0
+            self._time = TimeAccount(self.run, self._launched, ranks, is_writer)
+            self._time.loaded(step - 1)
+        with self._time.part("steps"), self._memory.step(parallel, optimizer, step):
+            yield
+        self._time.stepped(step, compiling=0.0)
+
+    def part(self, name: str) -> AbstractContextManager[None]:
+        """Return a context whose time goes to a part of the Run's account, after its first step."""
+        return nullcontext() if self._time is None else self._time.part(name)
+
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write values of a step."""
         if self._metrics is not None:
@@ -128,7 +149,11 @@ class RunRecord:
             write_decision(self.run.decisions_file, decision)
 
     def close(self) -> None:
-        """Write what is still buffered."""
+        """Write what is still buffered, and how the Run has ended."""
+        if self._time is not None:
+            if (error := sys.exc_info()[1]) is not None:
+                self._time.failed(error)
+            self._time.close("the Trainer was closed")
         self._clocks.close()
         if self._owns_recorder:
             self.recorder.close()

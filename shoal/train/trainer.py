@@ -80,8 +80,7 @@ class Trainer:
             others, each sample counts as one.
         seed: Determines the order of samples, the random numbers of data and model, and the first weights of
             a model on the meta device.
-        device: Device on which this rank computes. The model is moved there, and a GPU becomes the current
-            one.
+        device: Device on which this rank computes. The model is moved there; a GPU becomes the current one.
         recorder: Recorder of spans.
         sequence: Tokens of a sample; with it, pipeline stages are cut so that activations fit the devices.
         workers: Processes that prepare data on this rank; see `shoal.data.open_feed`.
@@ -151,11 +150,10 @@ class Trainer:
         self.skips = Skips(self.config.skip)
         if self._device.type == "cpu":
             keep_freed_memory()
-        record = None
-        if run is not None:
-            tokens = None if sequence is None else batch * sequence
-            settings = {"plan": str(self.plan), "seed": seed, "tokens_per_step": tokens}
-            record = RunRecord(Path(run), self.coordinator, model, self._device, settings, recorder)
+        tokens = None if sequence is None else batch * sequence
+        settings = {"plan": str(self.plan), "seed": seed, "tokens_per_step": tokens}
+        recorded = self.coordinator, model, self._device, settings, recorder
+        record = None if run is None else RunRecord(Path(run), *recorded)
         self._listeners = Listeners(record, on_step, on_validation, on_save, on_decision)
         self._recorder = (recorder if record is None else record.recorder) or NullRecorder()
         names = [name for name, _ in model.named_parameters()]
@@ -297,7 +295,8 @@ class Trainer:
                 targets.
         """
         self.settle()
-        values = self._evaluator(as_samples(samples), count, functions or {})
+        with self._listeners.part("validation"):
+            values = self._evaluator(as_samples(samples), count, functions or {})
         self._listeners.validated(self.step_count, values)
         return values
 
@@ -312,7 +311,8 @@ class Trainer:
             CheckpointError: It could not be written; training can go on.
             ConfigError: There is neither a directory nor a Run.
         """
-        return self.saves.now(*self.to_save(directory, extra))
+        with self._listeners.part("save"):
+            return self.saves.now(*self.to_save(directory, extra))
 
     def save_in_background(
         self, directory: Path | None = None, extra: Extra = None, *, keep: int = 0, told: Told = None
@@ -326,7 +326,8 @@ class Trainer:
             keep: Number of newest checkpoints in the directory that stay; 0 keeps all.
             told: Called with the end of the save, in place of a warning if it failed.
         """
-        return self.saves.begin(*self.to_save(directory, extra), keep, told)
+        with self._listeners.part("save"):
+            return self.saves.begin(*self.to_save(directory, extra), keep, told)
 
     def finish_saving(self) -> None:
         """Wait until the save in the background has ended, if there is one."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from library_run_stand_ins import go_on_with_it, leave_a_run, refusal_of
 
+import shoal
 from shoal.cli.main import main
 from shoal.run import Run
 
@@ -30,12 +32,22 @@ def test_the_report_explains_a_run_of_the_library_and_callbacks_hear_of_it(ranks
     assert found["tokens_per_second"] > 0
     assert sorted(map(int, found["breakdown"]["ranks"])) == [0, 1]
     assert Run.open(folder).metrics()[-1]["far"] > 0
+    account = shoal.account(folder)
+    assert account is not None
+    assert {"start", "save", "validation"} <= {
+        cause for cause, seconds in account.lost.items() if seconds > 0
+    }
+    assert account.goodput * account.wall + sum(account.lost.values()) == pytest.approx(account.wall)
 
     for message in ranks.run(go_on_with_it, 2, "dp=2,shard=zero3", folder):
         assert "holds a run, and a new run would overwrite it" in message
     found = report(folder, capsys)
     assert found["plan"] == "dp=2,shard=zero3,microbatch=4"
     assert (found["steps"], found["since_step"]) == (5, 5)
+    both = shoal.account(folder)
+    assert both is not None
+    assert both.wall > account.wall
+    assert both.launches == 2
 
 
 def test_a_directory_that_holds_something_else_is_refused_on_every_rank(ranks, tmp_path):
