@@ -199,7 +199,8 @@ def _evidence(parts: Parts, steps: int, ranks: int) -> str:
         for name, seconds in sorted(parts.disjoint().items(), key=lambda each: -each[1])
         if seconds >= 0.005 * parts.wall
     )
-    return f"A step takes {parts.wall * 1e3:.4g} ms in {steps} steps of {ranks} ranks: {shares}."
+    on = "1 rank" if ranks == 1 else f"{ranks} ranks"
+    return f"A step takes {parts.wall * 1e3:.4g} ms in {steps} steps of {on}: {shares}."
 
 
 def _abstains(missing: str) -> Verdict:
