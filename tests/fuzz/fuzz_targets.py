@@ -8,6 +8,7 @@ drives a target with new inputs, and `test_fuzz_corpus.py` with those that are k
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import socket
 import tempfile
@@ -140,13 +141,17 @@ def channel(data: bytes) -> None:
 
 @contextlib.contextmanager
 def _written(data: bytes, name: str) -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(dir=_FOLDER) as folder:
+    with tempfile.TemporaryDirectory(dir=_folder().name) as folder:
         path = Path(folder) / name
         path.write_bytes(data)
         yield path
 
 
-_FOLDER = "/dev/shm" if Path("/dev/shm").is_dir() else None
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """One folder for this process, in memory if it can be: tests watch which names come and go there."""
+    return tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+
 
 TARGETS: dict[str, Callable[[bytes], None]] = {
     each.__name__: each
