@@ -20,6 +20,14 @@ __all__ = ["from_json", "to_json"]
 _FORMAT = 1
 _KINDS: dict[str, type[Operation]] = {"product": Product, "attention": Attention, "pass": Pass}
 _PIECES = ("embedding", "layers", "end")
+_PLAIN: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "int | None": (int, type(None)),
+    "float": (int, float),
+    "str": (str,),
+    "bool": (bool,),
+}
+"""Types that a value may have, by the annotation of its field."""
 _NAMES = {kind: name for name, kind in _KINDS.items()}
 
 
@@ -49,7 +57,7 @@ def from_json(text: str) -> Workload:
             raise ValueError("another format")
         blocks = [_block(each) for each in read.pop("blocks")]
         embedding, *layers, end = (blocks[number] for number in read.pop("pieces"))
-        return Workload(embedding=embedding, layers=tuple(layers), end=end, **read)
+        return Workload(embedding=embedding, layers=tuple(layers), end=end, **_plain(Workload, read))
     except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
         raise ModelError(
             f"the text is not a Workload: {type(error).__name__}: {error}",
@@ -74,16 +82,25 @@ def _written(value: Any) -> Any:
     }
 
 
+def _plain(kind: type, read: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the values that a dataclass is to be made of, if the plain ones have the types that it names."""
+    for each in fields(kind):
+        wanted = _PLAIN.get(str(each.type))
+        if wanted and each.name in read and not isinstance(read[each.name], wanted):
+            raise TypeError(f"{kind.__name__}.{each.name} is {read[each.name]!r}")
+    return read
+
+
 def _block(read: Mapping[str, Any]) -> Block:
     made = ("operations", "parameters", "saved", "eager", "frozen")
     rest = {name: value for name, value in read.items() if name not in made}
     return Block(
         operations=tuple(map(_operation, read["operations"])),
-        parameters=Parameters(**read["parameters"]),
-        saved=tuple(Saved(**_with_enums(each)) for each in read.get("saved", ())),
+        parameters=Parameters(**_plain(Parameters, read["parameters"])),
+        saved=tuple(Saved(**_plain(Saved, _with_enums(each))) for each in read.get("saved", ())),
         eager=_block(read["eager"]) if "eager" in read else None,
-        frozen=Parameters(**read.get("frozen", {})),
-        **rest,
+        frozen=Parameters(**_plain(Parameters, read.get("frozen", {}))),
+        **_plain(Block, rest),
     )
 
 
@@ -91,7 +108,8 @@ def _operation(read: Mapping[str, Any]) -> Operation:
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in _with_enums(read).items()
     }
-    return _KINDS[values.pop("kind")](**values)
+    kind = _KINDS[values.pop("kind")]
+    return kind(**_plain(kind, values))
 
 
 def _with_enums(read: Mapping[str, Any]) -> dict[str, Any]:
