@@ -1,6 +1,7 @@
 // Groups whose ranks are threads, on one host and on several hosts, which the loopback interface connects.
 #include "group.h"
 
+#include <array>
 #include <bit>
 #include <chrono>
 #include <cstring>
@@ -207,6 +208,31 @@ void messages_of_a_rank_that_left_are_received(const Hosts& hosts) {
 }
 
 // Rank 0 aborts; the others wait in a collective that it does not call, or for its message.
+// A rank that was told of the others' introductions may be slow, and the others quick to leave.
+void a_rank_may_leave_before_another_has_joined() {
+  const int descriptors = open_descriptors();
+  {
+    SharedBuffers shared_buffers;
+    std::array<Hub, 2> hubs;
+    std::array<std::unique_ptr<Group>, 2> groups;
+    std::vector<std::string> introductions;
+    for (size_t rank = 0; rank < groups.size(); ++rank) {
+      GroupOptions options;
+      options.rank = static_cast<int>(rank);
+      options.hosts = {0, 0};
+      options.bind_address = "127.0.0.1";
+      groups[rank] = std::make_unique<Group>(options, shared_buffers, hubs[rank]);
+      introductions.push_back(groups[rank]->introduce());
+    }
+    for (auto& group : groups) {
+      group->join(introductions, secret_of(7), Deadline::after(60));
+      group->start(true);
+      group.reset();
+    }
+  }
+  CHECK_EQUAL(open_descriptors(), descriptors);
+}
+
 void an_abort_frees_every_rank_that_waits(const Hosts& hosts) {
   Groups groups(hosts);
   groups.run([&](Group& group) {
@@ -352,6 +378,7 @@ int main() {
   }
   time_that_ran_out_is_said_of_a_rank_that_did_not_come({0, 0, 1, 1}, Method::hierarchical, 2);
   time_that_ran_out_is_said_of_a_rank_that_did_not_come({0, 1}, Method::direct, 1);
+  a_rank_may_leave_before_another_has_joined();
   what_cannot_be_done_is_refused_and_the_group_goes_on();
   stripes_that_do_not_fit_are_refused_and_the_group_goes_on();
   return report();

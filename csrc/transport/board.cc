@@ -9,6 +9,7 @@
 #include <string>
 
 #include "common/error.h"
+#include "transport/awaited_boards.h"
 #include "transport/process.h"
 
 namespace shoal {
@@ -31,11 +32,22 @@ std::istream& operator>>(std::istream& text, Introduction& introduction) {
 
 Board::Board(int size, uint32_t first_tick)
     : size_(size), tick_(first_tick), settled_(first_tick), segments_(1) {
+  AwaitedBoards::instance().give_back();
   segments_[0] = Segment::create(segment_bytes());
   Front* front = new (segments_[0].data()) Front;
   front->flag.value.store(first_tick, std::memory_order_relaxed);
   front->cookie = known_number;
   front->cores = find_cores();
+}
+
+Board::~Board() {
+  AwaitedBoards::instance().give_back();
+  if (peers_.empty() || front(index_).attached.load(std::memory_order_acquire) == size_ - 1) return;
+  std::vector<pid_t> processes;
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer != index_) processes.push_back(peers_[peer].pid);
+  }
+  AwaitedBoards::instance().keep(std::move(segments_[index_]), std::move(processes));
 }
 
 Introduction Board::introduce() const {
@@ -56,6 +68,9 @@ void Board::attach(int index, const std::vector<Introduction>& peers, const std:
   }
   segments[index] = std::move(segments_[0]);
   segments_ = std::move(segments);
+  for (int peer = 0; peer < size_; ++peer) {
+    if (peer != index) front(peer).attached.fetch_add(1, std::memory_order_release);
+  }
   index_ = index;
   peers_ = peers;
   ranks_ = ranks;

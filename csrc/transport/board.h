@@ -47,6 +47,7 @@ struct Front {
   Flag doorbell;  // peers ring it when they wrote to or read from one of this rank's rings
   alignas(64) std::atomic<uint64_t> heartbeat{0};
   std::atomic<uint32_t> state{0};
+  std::atomic<int32_t> attached{0};  // how many peers have mapped this
   Presence presence;
   Reason reason{};
   alignas(64) uint64_t cookie = 0;  // a known number, with which peers test whether they can read this process
@@ -87,6 +88,7 @@ class Board {
 
   // This rank's own part, for a host with `size` ranks of the group. Only tests set the first tick.
   explicit Board(int size, uint32_t first_tick = 0);
+  ~Board();
 
   Introduction introduce() const;
 
