@@ -157,12 +157,9 @@ def _with_work(
             return event
         return Work(event.kind, event.name, event.step, seconds(rank, event))
 
-    programs = {
-        rank: program
-        if ranks is not None and rank not in ranks
-        else [changed(rank, each) for each in program]
-        for rank, program in graph.programs.items()
-    }
+    programs = dict(graph.programs)
+    for rank in graph.programs if ranks is None else ranks:
+        programs[rank] = [changed(rank, event) for event in graph.programs[rank]]
     return replace(graph, programs=programs)
 
 

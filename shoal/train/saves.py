@@ -7,6 +7,7 @@ memory for it, training waits until the checkpoint is written.
 
 from __future__ import annotations
 
+import math
 import platform
 import time
 import warnings
@@ -236,7 +237,7 @@ class Saves:
             return ""
         reasons = [
             f"a copy of the state takes {format_bytes(each.copies)} on {each.name}, which has "
-            f"{format_bytes(each.free - each.files)} of free memory"
+            f"{format_bytes(int(each.free) - each.files)} of free memory"
             for each in hosts
             if each.copies + each.files > (1 - _LEFT) * each.free
         ]
@@ -252,7 +253,7 @@ class Saves:
         return reasons[0] if reasons else ""
 
     def _memory_of_hosts(self, copies: int, files: int) -> list[_Host]:
-        """Return what a save takes of the memory of each host that says what is free; on all ranks.
+        """Return what a save takes of the memory of each host; all ranks call it, and get the same.
 
         Args:
             copies: Bytes of new memory that this rank's copy takes.
@@ -264,24 +265,27 @@ class Saves:
         told = self._coordinator.all_gather_object((platform.node(), available_memory(), copies, files))
         hosts: dict[str, _Host] = {}
         for name, free, *taken in told:
-            if free is not None:
-                before = hosts.get(name, _Host(name, free))
-                hosts[name] = _Host(name, free, before.copies + taken[0], before.files + taken[1])
+            before = hosts.get(name, _Host(name))
+            known = math.inf if free is None else free
+            hosts[name] = _Host(name, known, before.copies + taken[0], before.files + taken[1])
         for each in hosts.values():
             if each.files > (1 - _LEFT) * each.free:
                 raise CheckpointError(
                     f"its files take {format_bytes(each.files)} of the memory of {each.name}, of which "
-                    f"{format_bytes(each.free)} is free"
+                    f"{format_bytes(int(each.free))} is free"
                 )
         return list(hosts.values())
 
 
 @dataclass(frozen=True, slots=True)
 class _Host:
-    """What a save takes of a host's memory, in bytes: for copies, and for files of a checkpoint in memory."""
+    """What a save takes of a host's memory, in bytes: for copies, and for files of a checkpoint in memory.
+
+    What is free is infinite if the host does not say.
+    """
 
     name: str
-    free: int
+    free: float = math.inf
     copies: int = 0
     files: int = 0
 
