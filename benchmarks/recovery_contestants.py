@@ -333,9 +333,14 @@ _BY_SHOAL = _shoal_made, _shoal_progress, _shoal_is_whole, _is_shoal_rank
 _BY_PEERS = _made, _progress, _is_whole, _is_rank
 
 CONTESTANTS = [
-    Contestant("shoal, shard=none", _shoal("1:2", "shard=none"), *_BY_SHOAL, without="shoal 2, shard=none"),
     Contestant(
-        "shoal, shard=zero3", _shoal("1:2", "shard=zero3"), *_BY_SHOAL, without="shoal 2, shard=zero3"
+        "shoal, shard=none", _shoal("1:2", "shard=none"), *_BY_SHOAL, without="shoal without MIN, shard=none"
+    ),
+    Contestant(
+        "shoal, shard=zero3",
+        _shoal("1:2", "shard=zero3"),
+        *_BY_SHOAL,
+        without="shoal without MIN, shard=zero3",
     ),
     Contestant("torchelastic", _torchelastic, *_BY_PEERS),
     Contestant("torchft", _torchft(5000, 10000), *_BY_PEERS, package="torchft", without="DDP"),

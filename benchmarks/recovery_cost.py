@@ -37,7 +37,7 @@ def cost_table(model: str, rounds: int, names: list[str], say: Callable[[str], o
     seconds = _measured(Task(model, 0), [*needed, *chosen], rounds, say)
     rows = ["| | step, ms | over | ratio |", "| --- | ---: | --- | ---: |"]
     for each in [*needed, *chosen]:
-        turns, over = seconds[each.name], seconds.get(each.without, [])
+        turns, over = seconds[each.name], seconds[each.without] if each.without else []
         ratio = spread([on / off for on, off in zip(turns, over, strict=True)], 3) if over else ""
         rows.append(f"| {each.name} | {spread([1e3 * turn for turn in turns])} | {each.without} | {ratio} |")
     return rows
