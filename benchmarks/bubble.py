@@ -1,6 +1,6 @@
 """The bubble that a report finds, beside the bubble of the schedule that was run: stages of known times.
 
-    python benchmarks/bubble.py [--ranks 4] [--unit 0.01] [--steps 12]
+    python benchmarks/bubble.py [--ranks 4] [--unit 0.03] [--steps 12]
 
 Real ranks train a pipeline whose stages sleep in forward, in the gradient of the input and in that of the
 weights, under each schedule: first all stages for equally long, then for times that differ. As ranks sleep,
@@ -133,7 +133,7 @@ def bubbles_of_table(schedule: str, ranks: int, seconds: Sequence[float]) -> tup
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--unit", type=float, default=0.01, help="seconds of a forward (default 0.01)")
+    parser.add_argument("--unit", type=float, default=0.03, help="seconds of a forward (default 0.03)")
     parser.add_argument("--steps", type=int, default=12)
     args = parser.parse_args()
     print("| schedule | stages | bubble | of the table | difference | idle | of the table | difference |")

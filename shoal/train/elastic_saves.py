@@ -59,7 +59,8 @@ class MemorySaves:
 
     Args:
         trainer: The Trainer.
-        every: Steps between two saves, 0 for none; "auto" lets steps wait for a hundredth of their time.
+        every: Steps between two saves, 0 for none; with "auto" saves take a hundredth of the time of steps:
+            that for which steps wait, and on a CPU, where both share the cores, also that beside the steps.
         directory: The folder in memory.
         extra: A JSON object to keep with each checkpoint.
         coordinator: All ranks.
@@ -127,7 +128,8 @@ class MemorySaves:
             mine = median(self._stalls), median(self._seconds), self._behind
             told = self._coordinator.all_gather_object(mine)
             stalled, seconds, behind = map(max, zip(*told, strict=True))
-            self._interval = max(1, math.ceil(max(stalled / _SHARE, behind) / seconds))
+            costs = stalled + behind if self._trainer.parallel.device.type == "cpu" else stalled
+            self._interval = max(1, math.ceil(max(costs / _SHARE, behind) / seconds))
 
     def save_now(self) -> None:
         """Save before the members change, on disk if there is no room in memory; all go on from this.
