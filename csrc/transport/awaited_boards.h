@@ -16,7 +16,7 @@ namespace shoal {
 
 class AwaitedBoards {
  public:
-  // Those of this process, never destroyed.
+  // The boards of this process. This object is never destroyed.
   static AwaitedBoards& instance();
 
   // Keeps a board that begins with a Front. `peers`: the processes of the others.

@@ -1,4 +1,4 @@
-"""Secrets in files: of a training on several hosts, and of an aggregator."""
+"""Reads secrets from files: the one of a training on several hosts, and the one of an aggregator."""
 
 from __future__ import annotations
 

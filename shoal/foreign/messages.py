@@ -21,7 +21,7 @@ __all__ = ["Ends", "ahead", "ends_of", "unsent"]
 _CLOCK = 5e-5  # seconds by which times of one rank may be wrong
 
 Ends = list[tuple[str, bool]]
-"""Of a message: forward or backward, and whether it is sent. Two for one that goes both ways."""
+"""For each way that a message goes: forward or backward, and whether this rank sends. One or two ways."""
 
 
 def ends_of(kind: str) -> Ends:
