@@ -4,9 +4,10 @@
 
 Real ranks train a pipeline whose stages sleep in forward, in the gradient of the input and in that of the
 weights, under each schedule: first all stages for equally long, then for times that differ. As ranks sleep,
-more of them than cores run as on cores of their own. The report's bubble is held to the idle time of the
-table with the mean time of stages, which is what the schedule forces; all of the report's idle time (bubble,
-straggler wait and exposed communication) to that of the table with the times of each stage. Shares are of the
+more of them than cores run as on cores of their own. All of the report's idle time (bubble, straggler wait
+and exposed communication) is held to that of the table with the times of each stage. The report's bubble is
+held to what the schedule forces: the idle time of each rank in the table with the mean time of stages, but no
+more than it has in the table with the times of each stage, where the slowest rank has less. Shares are of the
 step, in percent; differences in points.
 """
 
@@ -117,8 +118,8 @@ def _sleep_for_weights() -> Callable[[], None]:
 def bubbles_of_table(schedule: str, ranks: int, seconds: Sequence[float]) -> tuple[float, float]:
     """Return the time that the schedule forces ranks to be idle, and all idle time, as shares of the step.
 
-    What is forced is the idle time of the table with the mean times of the stages; the step is that of the
-    table with their own.
+    What is forced on a rank is its idle time with the mean times of the stages, as far as it has any with
+    their own times.
     """
 
     def played(times: Sequence[float]) -> Played:
@@ -127,7 +128,8 @@ def bubbles_of_table(schedule: str, ranks: int, seconds: Sequence[float]) -> tup
         return play(table, Times(every, every, every, (0.0,) * (len(every) - 1)))
 
     mean, own = played([fmean(seconds)] * len(seconds)), played(seconds)
-    return mean.bubble * mean.makespan / own.makespan, own.bubble
+    forced = fmean(min(mean.idle(rank), own.idle(rank)) for rank in range(ranks))
+    return forced / own.makespan, own.bubble
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -29,6 +30,10 @@ Exit codes: 0 the run made its last step, or --once; 1 the run ended before that
 _LOOK_TERMINAL, _LOOK_PLAIN = 0.5, 10.0
 _REST = 4.0
 """Times of a look for which the command rests after it."""
+_REST_OF_VERDICT = 100.0
+"""Times of a verdict for which the next one waits: verdicts take 1 % of a core."""
+_NICENESS = 10
+"""Added to that of the command: ranks of this host go first."""
 
 
 def add_parser(commands: argparse._SubParsersAction) -> None:
@@ -69,7 +74,9 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f"--every {args.every:g} was given", possible="seconds above 0", change="give --every 1"
         )
-    watched = WatchedRun(Run.open(args.path))
+    if not args.once:
+        os.nice(_NICENESS)
+    watched = WatchedRun(Run.open(args.path), rest=_REST_OF_VERDICT)
     if draws:
         from shoal.cli.watch_drawn import Drawing
 

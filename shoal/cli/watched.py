@@ -37,6 +37,8 @@ _QUIET_AT_END, _OVER = 10.0, 300.0
 """Seconds without news after which a run without a lock has ended: after its last step, before it."""
 _TIES = 30.0
 """Seconds after which measurements of the hosts' clocks are read again."""
+_LONGEST_REST = 10.0
+"""Most seconds between two verdicts of spans that go on to come."""
 _HEADER = b'{"timeline":'
 
 
@@ -113,9 +115,10 @@ class WatchedRun:
 
     Args:
         run: The run.
+        rest: Times of a verdict for which the next one waits, up to 10 s: the run's ranks need the cores.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, rest: float = 0.0) -> None:
         self._run = run
         self._metrics = FollowedFile(run.metrics_file)
         self._account = FollowedAccount(run)
@@ -126,6 +129,8 @@ class WatchedRun:
         self._unread = 0
         self._changed = _last_change(run)
         self._judged: tuple[Timeline, Breakdown | None, Verdict] | None = None
+        self._is_judged = False  # whether all spans that were read are
+        self._rest, self._rests_until = rest, 0.0
         self._ties: tuple[float, list[Tie]] | None = None
         for line in sampled_lines(run.metrics_file, _POINTS):
             self._take(line)
@@ -145,14 +150,12 @@ class WatchedRun:
         for path in sorted(self._run.timeline.glob("rank-*.jsonl")):
             if path not in self._ranks:
                 self._ranks[path] = _FollowedRank(path)
-            is_new |= self._ranks[path].look()
+            if self._ranks[path].look():
+                is_new, self._is_judged = True, False
         if is_new:
             self._changed = time.time()
-        if is_new or self._judged is None:
-            timeline = self._timeline()
-            breakdown = explain(timeline) if timeline.steps() else None
-            self._judged = timeline, breakdown, verdict(timeline, **self._told)
-        timeline, breakdown, judged = self._judged
+        alive = is_alive(self._run.alive_file)
+        timeline, breakdown, judged = self._judge(is_over=alive is False)
         return Seen(
             description=self._run.description,
             values=dict(self._values),
@@ -163,10 +166,22 @@ class WatchedRun:
             timeline=timeline,
             breakdown=breakdown,
             verdict=judged,
-            alive=is_alive(self._run.alive_file),
+            alive=alive,
             quiet=max(0.0, time.time() - self._changed),
             unread=self._unread + sum(each.unread for each in self._ranks.values()),
         )
+
+    def _judge(self, is_over: bool) -> tuple[Timeline, Breakdown | None, Verdict]:
+        """Return what was measured and judged; anew if there are new spans and it does not rest."""
+        begin = time.monotonic()
+        if self._judged is None or not (self._is_judged or (begin < self._rests_until and not is_over)):
+            timeline = self._timeline()
+            breakdown = explain(timeline) if timeline.steps() else None
+            self._judged = timeline, breakdown, verdict(timeline, **self._told)
+            self._is_judged = True
+            end = time.monotonic()
+            self._rests_until = end + min(self._rest * (end - begin), _LONGEST_REST)
+        return self._judged
 
     @cached_property
     def _told(self) -> Told:

@@ -20,10 +20,13 @@ __all__ = ["LiveLine", "summary"]
 
 _BAR = 20  # columns of the bar
 _COLUMNS = 100  # of a terminal whose width is not known
+_PAUSE = 0.1  # seconds for which a live line stays at least: short steps would pay for each
 
 
 class LiveLine:
     """Show progress: on a terminal one line with a bar that is overwritten, else a new line every few steps.
+
+    On a terminal a step that ends within 0.1 s of the one shown before is left out, except the last.
 
     The line has no colours. It is cut to the width of the terminal: a wrapped line could not be overwritten.
 
@@ -44,14 +47,17 @@ class LiveLine:
         self._full, self._empty = ("━", "╌") if is_unicode else ("#", "-")
         self._begin: tuple[int, float] | None = None
         self._shown = False
+        self._next = 0.0  # when a live line may be overwritten
 
     def show(self, result: StepResult) -> None:
         """Show a step."""
         now = time.monotonic()
         if self._begin is None:
             self._begin = (result.step, now)
-        if not self._overwrite and result.step % self._every and result.step != self._steps:
+        is_due = now >= self._next if self._overwrite else result.step % self._every == 0
+        if not is_due and result.step != self._steps:
             return
+        self._next = now + _PAUSE
         first, since = self._begin
         made, to_make = result.step - first, self._steps - result.step
         text = (

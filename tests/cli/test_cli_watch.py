@@ -83,6 +83,18 @@ def test_a_run_is_followed_through_torn_lines_until_its_last_step(run, monkeypat
     assert len(seen.timeline.steps()) == 20  # the newest
 
 
+def test_verdicts_rest_between_looks_and_the_last_one_knows_all_steps(run):
+    lock = AliveLock(run.alive_file)
+    watched = WatchedRun(run, rest=1e9)
+    first = watched.look()
+    Timeline(spans(1, STEPS + 1)).write(run.timeline)
+    append(run.metrics_file, line(11))
+    second = watched.look()
+    assert (second.values["step"], second.breakdown) == (11, first.breakdown)
+    lock.close()
+    assert len(watched.look().breakdown.ranks[0].steps) == STEPS
+
+
 def test_a_long_run_takes_bounded_memory(run, monkeypatch):
     monkeypatch.setattr("shoal.cli.watched._POINTS", 64)
     run.metrics_file.write_text("".join(map(line, range(1, 5_001))))
@@ -114,7 +126,8 @@ def test_a_sparkline_spans_its_range_and_marks_what_is_not_finite():
     assert sparkline([0, float("nan"), 1], 3) == "▁!█"
 
 
-def test_the_command_ends_with_the_run_and_says_how(run, capsys):
+def test_the_command_ends_with_the_run_and_says_how(run, capsys, monkeypatch):
+    monkeypatch.setattr("os.nice", int)  # this process goes on
     AliveLock(run.alive_file).close()
     assert main(["watch", str(run.path)]) == 1
     assert capsys.readouterr().out == (

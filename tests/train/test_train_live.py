@@ -35,6 +35,7 @@ def test_without_a_terminal_there_is_a_line_every_so_many_steps_and_for_the_last
 
 
 def test_on_a_terminal_each_step_writes_over_the_one_before_and_messages_stay(monkeypatch):
+    monkeypatch.setattr("shoal.train.live.time.monotonic", iter(range(3)).__next__)
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
     live = LiveLine(3, 10, stream)
@@ -49,6 +50,17 @@ def test_on_a_terminal_each_step_writes_over_the_one_before_and_messages_stay(mo
         f"{'#' * done}{'-' * (20 - done)} {share}  step {step}/3"
         for step, done, share in ((1, 6, " 33%"), (2, 13, " 67%"), (3, 20, "100%"))
     ]
+
+
+def test_on_a_terminal_there_are_at_most_ten_lines_a_second_and_the_last_step_is_shown(monkeypatch):
+    monkeypatch.setattr("shoal.train.live.time.monotonic", (step / 64 for step in range(129)).__next__)
+    monkeypatch.setenv("TERM", "xterm")
+    stream = Terminal()
+    live = LiveLine(129, 1, stream)
+    for step in range(1, 130):
+        live.show(result(step))
+    shown = [int(line.split("step ")[1].split("/")[0]) for line in stream.getvalue().split("\r\x1b[K")[1:]]
+    assert shown == [*range(1, 129, 7), 129]
 
 
 def test_a_line_is_never_wider_than_its_terminal(monkeypatch):

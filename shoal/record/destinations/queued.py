@@ -8,8 +8,8 @@ that woke at every step would cost short steps more than the values themselves.
 
 from __future__ import annotations
 
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import final
 
@@ -52,7 +52,7 @@ class QueuedLogger(Logger):
         self._say = say
         self._closing = closing
         self._newest = newest
-        self._waiting: queue.Queue[tuple[int, Mapping[str, float]]] = queue.Queue(_QUEUED)
+        self._waiting: deque[tuple[int, Mapping[str, float]]] = deque()
         self._lost = 0
         self._failures = 0  # in a row
         self._is_ending = threading.Event()
@@ -61,9 +61,9 @@ class QueuedLogger(Logger):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """See `Logger.log`; it never waits."""
-        try:
-            self._waiting.put_nowait((step, dict(values)))
-        except queue.Full:
+        if len(self._waiting) < _QUEUED:
+            self._waiting.append((step, dict(values)))
+        else:
             self._lost += 1
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class QueuedLogger(Logger):
         self._is_ending.set()
         self._thread.join(self._closing)
         if self._thread.is_alive():
-            self._lost += self._waiting.qsize()
+            self._lost += len(self._waiting)
             self._say(f"{self._name} did not take all values within {self._closing:g} s")
         if self._lost:
             self._say(f"{self._name} lacks the values of {self._lost} steps")
@@ -102,14 +102,14 @@ class QueuedLogger(Logger):
 
     def _next(self) -> tuple[int, Mapping[str, float], int] | None:
         """Return the next step, its values and how many steps they stand for; None after the last."""
-        while self._waiting.empty():
+        while not self._waiting:
             # What was put before the end must not be left.
-            if self._is_ending.wait(_LOOK) and self._waiting.empty():
+            if self._is_ending.wait(_LOOK) and not self._waiting:
                 return None
-        step, values = self._waiting.get_nowait()
+        step, values = self._waiting.popleft()
         merged, count = dict(values), 1
-        while self._newest and not self._waiting.empty():
-            step, values = self._waiting.get_nowait()
+        while self._newest and self._waiting:
+            step, values = self._waiting.popleft()
             merged |= values
             count += 1
         return step, merged, count
