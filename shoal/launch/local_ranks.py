@@ -21,6 +21,7 @@ from shoal.launch.relay import Relay
 __all__ = ["LocalRanks", "Processes"]
 
 _AT_ONCE = 1 << 16  # bytes to read from a pipe at once: the capacity of a pipe
+_STATES = 0.25  # seconds between two looks at the states of processes
 
 
 class Processes(Protocol):
@@ -75,6 +76,8 @@ class LocalRanks:
             for rank, each in environments.items()
         }
         self._processes = {rank: self._start(rank, each) for rank, each in environments.items()}
+        self._stopped: list[int] = []
+        self._looks_again = 0.0  # at the states of processes
 
     def __enter__(self) -> LocalRanks:
         return self
@@ -111,8 +114,19 @@ class LocalRanks:
         return {rank: code for rank, code in codes.items() if code is not None}
 
     def stopped(self) -> list[int]:
-        """Return the ranks whose processes are stopped, such as by SIGSTOP or a debugger (Linux)."""
-        return [rank for rank in self.running() if _state_of(self._processes[rank].pid) in ("T", "t")]
+        """Return the ranks whose processes are stopped, such as by SIGSTOP or a debugger (Linux).
+
+        It looks at most four times a second.
+        """
+        if (now := time.monotonic()) >= self._looks_again:
+            self._looks_again = now + _STATES
+            self._stopped = [rank for rank in self.running() if _state_of(self._processes[rank].pid) in "Tt"]
+        return [rank for rank in self._stopped if self._processes[rank].poll() is None]
+
+    @property
+    def are_whole(self) -> bool:
+        """Whether the output of no rank has ended: an end of a rank will be heard at once."""
+        return len(self._outputs.get_map()) == 2 * len(self._processes)
 
     def signal(self, number: int, ranks: Collection[int] | None = None) -> None:
         """Send a signal to those of some ranks that have not ended; by default to all."""
@@ -174,9 +188,9 @@ def _start(
 
 
 def _state_of(process: int) -> str:
-    """Return Linux's letter for the state of a process; empty if it cannot be known."""
+    """Return Linux's letter for the state of a process; "?" if it cannot be known."""
     try:
         stat = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        return ""
+        return "?"
     return stat.rpartition(")")[2].split()[0]

@@ -34,7 +34,8 @@ __all__ = ["WAIT", "Members"]
 WAIT = 300.0
 """Seconds to wait for hosts, when too few are there."""
 
-_LOOK = 0.02  # seconds between checks for ended ranks
+_LOOK = 0.02  # seconds between checks for ended ranks,
+_CALM = 0.1  # while all ranks of this host train, whose ends wake this process
 _STOPPED = 10.0  # seconds after which a process that is stopped counts as lost
 _COMES = 10.0  # seconds in which a rank that all others waited for before comes to the next generation;
 _COMES_LATE = 30.0  # and over a network: a connection that was cut for 15 s is used again after up to 26 s
@@ -106,7 +107,7 @@ class Members:
     def run(self, stop: StopRequest) -> int:
         """Watch until the training has ended; return its exit code."""
         while self._goes_on() and not stop.is_late:
-            self._processes.listen(_LOOK)
+            self._processes.listen(_CALM if self._is_calm() else _LOOK)
             stop.pass_on(self._processes)
             if stop.signal is not None and self._signal is None:
                 self._signal = stop.signal
@@ -140,6 +141,11 @@ class Members:
         if self._linked is None or (can_go_on and len(self._linked.hosts) >= self._linked.least):
             return False
         return self._waits_for_hosts(self._linked)
+
+    def _is_calm(self) -> bool:
+        """Whether nothing is expected of the members but that they train."""
+        is_local = isinstance(self._processes, LocalRanks) and self._processes.are_whole
+        return is_local and not (self._starting or self._roster.awaits)
 
     def _gathers(self) -> bool:
         """Return whether others may still come after all had to stop; together they have more state."""

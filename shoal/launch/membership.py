@@ -84,7 +84,7 @@ class Roster:
         self._members, self._awaited = tuple(members), set(members)
         since = [self._since.setdefault(member, self.newest) for member in members]
         told = {"members": list(members), "since": since, "is_broken": is_broken}
-        self._store.set(f"generation {self.newest}", json.dumps(told))
+        self._store.set(_generation(self.newest), json.dumps(told))
         self._store.set(_NEWEST, str(self.newest))
 
     def end(self) -> None:
@@ -105,6 +105,11 @@ class Roster:
         for member in [each for each in self._awaited if self._store.check([_here(self.newest, each)])]:
             self._awaited.discard(member)
         return sorted(self._awaited) if len(self._awaited) < len(self._members) else []
+
+    @property
+    def awaits(self) -> bool:
+        """Whether a member has not come to the newest generation, as far as known."""
+        return bool(self._awaited)
 
     @property
     def is_numbered_by_rank(self) -> bool:
@@ -230,6 +235,9 @@ class Membership:
         """Note newer generations; end the communication of one that is broken."""
         with contextlib.suppress(RuntimeError):  # the launcher is gone, and this process ends with it
             while not self._is_closed.wait(_WATCH):
+                known = max(each.number for each in (self.generation, self._newer) if each is not None)
+                if not self._store.check([_generation(known + 1)]):
+                    continue
                 newest = self._newest()
                 with self._lock:
                     if newest is None or newest.number <= self.generation.number:
@@ -246,8 +254,12 @@ class Membership:
         if not self._store.check([_NEWEST]):
             return None
         number = int(self._store.get(_NEWEST))
-        told = json.loads(self._store.get(f"generation {number}"))
+        told = json.loads(self._store.get(_generation(number)))
         return Generation(number, tuple(told["members"]), tuple(told["since"]), bool(told["is_broken"]))
+
+
+def _generation(number: int) -> str:
+    return f"generation {number}"
 
 
 def _here(generation: int, member: int) -> str:

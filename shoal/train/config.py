@@ -179,7 +179,7 @@ class CheckpointConfig(Section):
     """Number of checkpoints to keep. The last one that verifies is never deleted."""
     memory: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     """With `--nproc MIN:MAX`, steps between two checkpoints in the host's memory, from which ranks go on when
-    one is lost; 0 for none. With "auto" they cost a hundredth of the time of steps.
+    one is lost; 0 for none. With "auto" they cost half a percent of the time of steps.
     """
     store: str = ""
     """Object store that each checkpoint is copied to behind the training, such as s3://bucket/runs/one (extra

@@ -28,7 +28,7 @@ FOLDER = "SHOAL_MEMORY_FOLDER"
 
 _MEMORY = Path("/dev/shm")
 _PREFIX = "shoal-members-"
-_SHARE = 0.01  # of the time of steps that saves may take with every = "auto"
+_SHARE = 0.005  # of the time of steps that saves may take with every = "auto"
 _PATIENCE = 0.1  # seconds for other ranks' parts of a save after a rank was lost: others wait for this one
 _KEPT = 16  # steps and saves whose median counts
 
@@ -59,7 +59,7 @@ class MemorySaves:
 
     Args:
         trainer: The Trainer.
-        every: Steps between two saves, 0 for none; with "auto" saves take a hundredth of the time of steps:
+        every: Steps between two saves, 0 for none; with "auto" saves take 0.5 % of the time of steps:
             that for which steps wait, and on a CPU, where both share the cores, also that beside the steps.
         directory: The folder in memory.
         extra: A JSON object to keep with each checkpoint.
