@@ -14,7 +14,7 @@ from shoal.collectives.values import all_gather_value
 from shoal.models import Transformer
 from shoal.plan import Plan
 
-__all__ = ["available_memory", "limit_logits", "memory_of_a_rank"]
+__all__ = ["available_memory", "due_memory", "limit_logits", "memory_of_a_rank"]
 
 _MARGIN = 0.1
 """Share of a GPU's memory that is left to CUDA itself, to NCCL's buffers and to gaps between tensors."""
@@ -26,6 +26,7 @@ _FP32 = 4  # bytes
 
 _CONTROL_GROUP = Path("/sys/fs/cgroup")
 _FACTS = Path("/proc/meminfo")
+_STATUS = Path("/proc/self/status")
 
 
 def memory_of_a_rank(model: nn.Module, device: torch.device) -> float | None:
@@ -70,6 +71,16 @@ def _here(model: nn.Module, device: torch.device) -> tuple[str, float | None, in
         return str(gpu.uuid), gpu.total_memory * (1 - _MARGIN), 0
     held = sum(each.nbytes for each in (*model.parameters(), *model.buffers()) if each.device == device)
     return platform.node(), available_memory() if device.type == "cpu" else None, held
+
+
+def due_memory() -> int:
+    """Return the bytes that this process has held and holds no longer, which its next step may take again."""
+    try:
+        facts = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
+        most, now = (int(facts[name].split()[0]) << 10 for name in ("VmHWM", "VmRSS"))
+    except (OSError, KeyError):
+        return 0
+    return max(0, most - now)
 
 
 def available_memory() -> int | None:

@@ -16,9 +16,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any, final
 
-from shoal.checkpoint import Coordinator, Ended, Saver, SingleProcess
+from shoal.checkpoint import Coordinator, Ended, Saver, SingleProcess, retain
 from shoal.errors import CheckpointError
 from shoal.train.host_memory import HostMemory
+from shoal.train.saves import has_room_for
 from shoal.train.trainer import Trainer
 
 __all__ = ["FOLDER", "MemorySaves", "memory_folder"]
@@ -62,6 +63,7 @@ class MemorySaves:
         every: Steps between two saves, 0 for none; with "auto" saves take 0.5 % of the time of steps:
             that for which steps wait, and on a CPU, where both share the cores, also that beside the steps.
         directory: The folder in memory.
+        disk: The directory of checkpoints that takes the state if there is no room in memory.
         extra: A JSON object to keep with each checkpoint.
         coordinator: All ranks.
         say: Told of failures.
@@ -77,6 +79,7 @@ class MemorySaves:
         trainer: Trainer,
         every: int | str,
         directory: Path,
+        disk: Path,
         extra: Mapping[str, Any],
         coordinator: Coordinator,
         say: Callable[[str], object],
@@ -91,6 +94,7 @@ class MemorySaves:
                 trainer.saves.spread(hosts)
         self._every = every
         self.directory = directory
+        self._disk = disk
         self._extra = extra
         self._coordinator = coordinator
         self._say = say
@@ -139,10 +143,13 @@ class MemorySaves:
         """
         self._trainer.finish_saving()
         try:
-            self._trainer.saves.now(*self._trainer.to_save(self.directory, self._extra), self._in_memory)
+            given = self._trainer.to_save(self.directory, self._extra)
+            path = self._trainer.saves.now(*given, self._in_memory)
         except CheckpointError as error:
             self._fail(self._trainer.step_count, error)
-            self._trainer.save(extra=self._extra)
+            self._trainer.save(self._disk, self._extra)
+        else:
+            self._drop_older(path, self._coordinator)
 
     def save_replica(self) -> None:
         """Save the state that this rank has, where it has all of it, after other ranks were lost.
@@ -150,9 +157,18 @@ class MemorySaves:
         Raises:
             CheckpointError: It could not be written.
         """
-        directory, step, state = self._trainer.to_save(self.directory, self._extra)
+        _, step, state = self._trainer.to_save(self.directory, self._extra)
         pieces, kept = self._trainer.saved.replica_to_save(state)
-        Saver().save(directory, step, pieces, kept, SingleProcess())
+        if has_room_for(pieces):
+            path = Saver().save(self.directory, step, pieces, kept, SingleProcess())
+            self._drop_older(path, SingleProcess())
+        else:
+            Saver().save(self._disk, step, pieces, kept, SingleProcess())
+
+    def _drop_older(self, path: Path, coordinator: Coordinator) -> None:
+        """Delete what is older than a checkpoint in memory: a rank that comes needs the room."""
+        if not self._is_spread:
+            retain(self.directory, 1, coordinator, self._say, sound=path)
 
     def _ended(self, ended: Ended) -> None:
         self._behind = ended.seconds

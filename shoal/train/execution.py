@@ -328,7 +328,7 @@ class Execution:
         if folder and PEER in os.environ and self._membership is not None:
             hosts = HostMemory(directory, self._coordinator, self._membership.peers())
         given = {"data": self._data}, self._coordinator, self._say, hosts
-        return MemorySaves(self._trainer, every, directory, *given)
+        return MemorySaves(self._trainer, every, directory, self._run.checkpoints, *given)
 
     def save_replica(self, seconds: float) -> None:
         """Keep the last step's state, if this rank has all of it and is the first of those that stay.

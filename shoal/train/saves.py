@@ -29,12 +29,12 @@ from shoal.checkpoint import (
     retain,
 )
 from shoal.errors import CheckpointError, CommunicationError
-from shoal.parallel.device_memory import available_memory
+from shoal.parallel.device_memory import available_memory, due_memory
 from shoal.record import Recorder
 from shoal.timeline import Kind
 from shoal.units import format_bytes
 
-__all__ = ["Begun", "Extra", "Saves", "Source", "Told"]
+__all__ = ["Begun", "Extra", "Saves", "Source", "Told", "has_room_for"]
 
 Extra = Mapping[str, Any] | None
 """A JSON object to keep with a checkpoint, if there is one."""
@@ -237,9 +237,9 @@ class Saves:
             return ""
         reasons = [
             f"a copy of the state takes {format_bytes(each.copies)} on {each.name}, which has "
-            f"{format_bytes(int(each.free) - each.files)} of free memory"
+            f"{format_bytes(int(each.spare) - each.files)} of free memory"
             for each in hosts
-            if each.copies + each.files > (1 - _LEFT) * each.free
+            if each.copies + each.files > (1 - _LEFT) * each.spare
         ]
         reason = ""
         if not reasons:
@@ -262,32 +262,51 @@ class Saves:
         Raises:
             CheckpointError: A host has no memory for the files.
         """
-        told = self._coordinator.all_gather_object((platform.node(), available_memory(), copies, files))
+        mine = platform.node(), available_memory(), due_memory(), copies, files
+        told = self._coordinator.all_gather_object(mine)
         hosts: dict[str, _Host] = {}
-        for name, free, *taken in told:
+        for name, free, *more in told:
             before = hosts.get(name, _Host(name))
-            known = math.inf if free is None else free
-            hosts[name] = _Host(name, known, before.copies + taken[0], before.files + taken[1])
+            known = before.free if free is None else min(before.free, free)
+            due, copies, files = map(sum, zip(more, (before.due, before.copies, before.files), strict=True))
+            hosts[name] = _Host(name, known, due, copies, files)
         for each in hosts.values():
-            if each.files > (1 - _LEFT) * each.free:
+            if each.files > (1 - _LEFT) * each.spare:
                 raise CheckpointError(
                     f"its files take {format_bytes(each.files)} of the memory of {each.name}, of which "
-                    f"{format_bytes(int(each.free))} is free"
+                    f"{format_bytes(int(each.spare))} is free"
                 )
         return list(hosts.values())
 
 
 @dataclass(frozen=True, slots=True)
 class _Host:
-    """What a save takes of a host's memory, in bytes: for copies, and for files of a checkpoint in memory.
+    """A host's memory, in bytes.
 
-    What is free is infinite if the host does not say.
+    Attributes:
+        name: Its name.
+        free: What is free; infinite if the host does not say.
+        due: What the next steps of its ranks may take of that.
+        copies: What copies take.
+        files: What files of a checkpoint in memory take.
     """
 
     name: str
     free: float = math.inf
+    due: int = 0
     copies: int = 0
     files: int = 0
+
+    @property
+    def spare(self) -> float:
+        """What saves may take."""
+        return max(0.0, self.free - self.due)
+
+
+def has_room_for(pieces: Sequence[Piece]) -> bool:
+    """Return whether this host's memory has room for files of these pieces, as far as it says."""
+    free = available_memory()
+    return free is None or _bytes(pieces) <= (1 - _LEFT) * (free - due_memory())
 
 
 def _bytes(pieces: Sequence[Piece]) -> int:

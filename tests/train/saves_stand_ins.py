@@ -85,7 +85,9 @@ def slow_disk_and_a_signal() -> contextlib.AbstractContextManager[object]:
 
 
 def little_memory() -> contextlib.AbstractContextManager[object]:
-    return patch.object(saves, "available_memory", lambda: 10_000)
+    """All memory is free, and all but 10,000 bytes are what steps will take again."""
+    free = 1 << 40
+    return patch.multiple(saves, available_memory=lambda: free, due_memory=lambda: free - 10_000)
 
 
 TROUBLES = {
@@ -96,7 +98,7 @@ TROUBLES = {
 }
 
 
-def frozen_trainer(folder: Path) -> Trainer:
+def frozen_trainer(folder: Path | None) -> Trainer:
     """A large layer that is not trained, and a small one that is."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 400), nn.Linear(400, 6))
@@ -110,21 +112,25 @@ def frozen_trainer(folder: Path) -> Trainer:
 
 def save_in_memory(folder: Path) -> tuple[list[str], list[str], list[str]]:
     """Saves in memory: without room for files, before members change, and if nobody says what is free."""
-    trainer, said, memory = frozen_trainer(folder / "run"), list[str](), folder / "memory"
+    trainer, said, memory, disk = frozen_trainer(None), list[str](), folder / "memory", folder / "disk"
     trainer.step()
-    in_memory = MemorySaves(trainer, 1, memory, {}, SingleProcess(), said.append)
+    in_memory = MemorySaves(trainer, 1, memory, disk, {}, SingleProcess(), said.append)
     with little_memory():
         in_memory.save_if_due()
         trainer.step()
         in_memory.save_if_due()
         in_memory.save_now()
-    on_disk = [path.name for path in checkpoints(folder / "run" / "checkpoints")]
+        trainer.step()
+        in_memory.save_replica()
     trainer.step()
     with patch.object(saves, "available_memory", lambda: None):
         in_memory.save_if_due()
     trainer.finish_saving()
+    for save in (in_memory.save_now, in_memory.save_replica):
+        trainer.step()
+        save()
     trainer.close()
-    return said, on_disk, [path.name for path in checkpoints(memory)]
+    return said, [path.name for path in checkpoints(disk)], [path.name for path in checkpoints(memory)]
 
 
 def save_beside_steps(folder: Path) -> tuple[list[str], list[float]]:
