@@ -132,7 +132,7 @@ def page(results: Sequence[Result]) -> str:
     lines = [
         "# Faults by phase",
         "",
-        "`python benchmarks/faults.py --keep faults.jsonl --write benchmarks/faults.md`, run again and again",
+        "`python benchmarks/faults.py --times 20 --keep faults.jsonl --write benchmarks/faults.md`, by parts",
         "",
         "What becomes of a training of two or three ranks in which one suffers a fault; see `faults.py`.",
         "",
@@ -146,7 +146,7 @@ def page(results: Sequence[Result]) -> str:
         "",
         *table(results),
         "",
-        f"    {describe()}",
+        *(f"    {line}" for line in str(describe()).splitlines()),
         "",
     ]
     return "\n".join(lines)
