@@ -14,7 +14,7 @@ from shoal.collectives.values import all_gather_value
 from shoal.models import Transformer
 from shoal.plan import Plan
 
-__all__ = ["available_memory", "due_memory", "limit_logits", "memory_of_a_rank"]
+__all__ = ["available_memory", "limit_logits", "memory_of_a_rank", "memory_of_steps"]
 
 _MARGIN = 0.1
 """Share of a GPU's memory that is left to CUDA itself, to NCCL's buffers and to gaps between tensors."""
@@ -73,14 +73,14 @@ def _here(model: nn.Module, device: torch.device) -> tuple[str, float | None, in
     return platform.node(), available_memory() if device.type == "cpu" else None, held
 
 
-def due_memory() -> int:
-    """Return the bytes that this process has held and holds no longer, which its next step may take again."""
+def memory_of_steps() -> tuple[int, int]:
+    """Return the most bytes that this process has held, and how many of them its next step may take again."""
     try:
         facts = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
         most, now = (int(facts[name].split()[0]) << 10 for name in ("VmHWM", "VmRSS"))
     except (OSError, KeyError):
-        return 0
-    return max(0, most - now)
+        return 0, 0
+    return most, max(0, most - now)
 
 
 def available_memory() -> int | None:

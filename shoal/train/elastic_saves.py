@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, final
 
-from shoal.checkpoint import Coordinator, Ended, Saver, SingleProcess, retain
+from shoal.checkpoint import Coordinator, Ended, Saver, SingleProcess, checkpoints, retain
 from shoal.errors import CheckpointError
 from shoal.train.host_memory import HostMemory
 from shoal.train.saves import has_room_for
@@ -148,6 +148,7 @@ class MemorySaves:
         except CheckpointError as error:
             self._fail(self._trainer.step_count, error)
             self._trainer.save(self._disk, self._extra)
+            self._drop_all(self._coordinator)
         else:
             self._drop_older(path, self._coordinator)
 
@@ -164,11 +165,18 @@ class MemorySaves:
             self._drop_older(path, SingleProcess())
         else:
             Saver().save(self._disk, step, pieces, kept, SingleProcess())
+            self._drop_all(SingleProcess())
 
     def _drop_older(self, path: Path, coordinator: Coordinator) -> None:
         """Delete what is older than a checkpoint in memory: a rank that comes needs the room."""
         if not self._is_spread:
             retain(self.directory, 1, coordinator, self._say, sound=path)
+
+    def _drop_all(self, coordinator: Coordinator) -> None:
+        """Delete what is in memory, after a newer checkpoint was written to the disk."""
+        if not self._is_spread and coordinator.rank == 0:
+            for path in checkpoints(self.directory):
+                shutil.rmtree(path, ignore_errors=True)
 
     def _ended(self, ended: Ended) -> None:
         self._behind = ended.seconds

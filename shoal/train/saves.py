@@ -29,7 +29,7 @@ from shoal.checkpoint import (
     retain,
 )
 from shoal.errors import CheckpointError, CommunicationError
-from shoal.parallel.device_memory import available_memory, due_memory
+from shoal.parallel.device_memory import available_memory, memory_of_steps
 from shoal.record import Recorder
 from shoal.timeline import Kind
 from shoal.units import format_bytes
@@ -133,6 +133,8 @@ class Saves:
     def now(self, directory: Path, step: int, state: Mapping[str, Any], in_memory: int = 0) -> Path:
         """Save a checkpoint while training waits; see `Source.to_save`, and `begin` for `in_memory`.
 
+        In the memory of hosts it leaves room for a rank that comes.
+
         If there is memory for a copy, from saves beside the training, it is written from there: large and
         aligned requests are quicker than those that pass through a small buffer.
 
@@ -143,7 +145,7 @@ class Saves:
         with self._recorder.span(Kind.CHECKPOINT):
             pieces, kept = self._source.to_save(directory, step, state)
             if in_memory:
-                self._memory_of_hosts(0, in_memory * _bytes(pieces))
+                self._memory_of_hosts(0, in_memory * _bytes(pieces), memory_of_steps()[0])
             if self._staging.has_room(pieces):
                 pieces = self._staging.copy(pieces)
             path = self._saver.save(directory, step, pieces, kept, self._coordinator)
@@ -252,24 +254,25 @@ class Saves:
             self._staging.release()
         return reasons[0] if reasons else ""
 
-    def _memory_of_hosts(self, copies: int, files: int) -> list[_Host]:
+    def _memory_of_hosts(self, copies: int, files: int, coming: int = 0) -> list[_Host]:
         """Return what a save takes of the memory of each host; all ranks call it, and get the same.
 
         Args:
             copies: Bytes of new memory that this rank's copy takes.
             files: Bytes that this rank's files take in the memory of hosts.
+            coming: Bytes that a rank would take which comes to this host.
 
         Raises:
             CheckpointError: A host has no memory for the files.
         """
-        mine = platform.node(), available_memory(), due_memory(), copies, files
+        mine = platform.node(), available_memory(), coming, memory_of_steps()[1], copies, files
         told = self._coordinator.all_gather_object(mine)
         hosts: dict[str, _Host] = {}
-        for name, free, *more in told:
+        for name, free, coming, *more in told:
             before = hosts.get(name, _Host(name))
             known = before.free if free is None else min(before.free, free)
             due, copies, files = map(sum, zip(more, (before.due, before.copies, before.files), strict=True))
-            hosts[name] = _Host(name, known, due, copies, files)
+            hosts[name] = _Host(name, known, max(coming, before.coming), due, copies, files)
         for each in hosts.values():
             if each.files > (1 - _LEFT) * each.spare:
                 raise CheckpointError(
@@ -286,6 +289,7 @@ class _Host:
     Attributes:
         name: Its name.
         free: What is free; infinite if the host does not say.
+        coming: What a rank may take of that which comes.
         due: What the next steps of its ranks may take of that.
         copies: What copies take.
         files: What files of a checkpoint in memory take.
@@ -293,6 +297,7 @@ class _Host:
 
     name: str
     free: float = math.inf
+    coming: int = 0
     due: int = 0
     copies: int = 0
     files: int = 0
@@ -300,13 +305,13 @@ class _Host:
     @property
     def spare(self) -> float:
         """What saves may take."""
-        return max(0.0, self.free - self.due)
+        return max(0.0, self.free - self.coming - self.due)
 
 
 def has_room_for(pieces: Sequence[Piece]) -> bool:
-    """Return whether this host's memory has room for files of these pieces, as far as it says."""
+    """Return whether this host's memory has room for files of these pieces, and for a rank that comes."""
     free = available_memory()
-    return free is None or _bytes(pieces) <= (1 - _LEFT) * (free - due_memory())
+    return free is None or _bytes(pieces) <= (1 - _LEFT) * (free - sum(memory_of_steps()))
 
 
 def _bytes(pieces: Sequence[Piece]) -> int:

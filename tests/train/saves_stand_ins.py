@@ -87,7 +87,7 @@ def slow_disk_and_a_signal() -> contextlib.AbstractContextManager[object]:
 def little_memory() -> contextlib.AbstractContextManager[object]:
     """All memory is free, and all but 10,000 bytes are what steps will take again."""
     free = 1 << 40
-    return patch.multiple(saves, available_memory=lambda: free, due_memory=lambda: free - 10_000)
+    return patch.multiple(saves, available_memory=lambda: free, memory_of_steps=lambda: (free, free - 10_000))
 
 
 TROUBLES = {
