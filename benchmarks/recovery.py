@@ -21,7 +21,7 @@ turns: all trainings are there, and those whose turn it is not are stopped.
 
 `--raw FILE` keeps each recovery in a file, and a second call goes on where the first one ended.
 With `--large` Shoal alone trains 0.97 billion parameters: preset 1b over bytes, 16 tokens a rank and step,
-SGD without momentum. 20 GiB must be free.
+zero3, SGD without momentum. 20 GiB must be free.
 """
 
 from __future__ import annotations

@@ -355,8 +355,8 @@ PLAIN = [
 ]
 """What trains as some contestants do, and does not survive the loss of a rank."""
 
-LARGE = Contestant("shoal", _shoal("1:2", "shard=none", "optimizer.name=sgd", "timeout=300"), *_BY_SHOAL)
-"""Shoal with an optimizer without state, so that two ranks of a large model have room."""
+LARGE = Contestant("shoal", _shoal("1:2", "shard=zero3", "optimizer.name=sgd", "timeout=300"), *_BY_SHOAL)
+"""Shoal with sharded weights and an optimizer without state, so that two ranks of a large model have room."""
 
 
 def phases_of(folder: Path, killed: float) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import gc
 import traceback
@@ -121,12 +122,25 @@ def _with_fewer_replicas(job: Job, members: int) -> Plan | None:
 def _leave(failure: BaseException | None) -> None:
     """Leave the process groups, and free what the generation held."""
     if failure is not None:
-        traceback.clear_frames(failure.__traceback__)
-    if failure is not None:
+        _forget_frames(failure)
         abort()
     if dist.is_initialized():
         dist.destroy_process_group()
     gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # another libc keeps what it will
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _forget_frames(failure: BaseException) -> None:
+    """Let the frames of a failure, and of those that led to it, forget what they hold: tensors."""
+    waiting, seen = [failure], set[int]()
+    while waiting:
+        error = waiting.pop()
+        if id(error) in seen:
+            continue
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        waiting += [each for each in (error.__cause__, error.__context__) if each is not None]
 
 
 def abort() -> None:
