@@ -172,15 +172,17 @@ class WatchedRun:
         )
 
     def _judge(self, is_over: bool) -> tuple[Timeline, Breakdown | None, Verdict]:
-        """Return what was measured and judged; anew if there are new spans and it does not rest."""
+        """Return what was measured and the verdict: the last ones if there are no new spans, or in a rest."""
         begin = time.monotonic()
-        if self._judged is None or not (self._is_judged or (begin < self._rests_until and not is_over)):
-            timeline = self._timeline()
-            breakdown = explain(timeline) if timeline.steps() else None
-            self._judged = timeline, breakdown, verdict(timeline, **self._told)
-            self._is_judged = True
-            end = time.monotonic()
-            self._rests_until = end + min(self._rest * (end - begin), _LONGEST_REST)
+        rests = begin < self._rests_until and not is_over
+        if self._judged is not None and (self._is_judged or rests):
+            return self._judged
+        timeline = self._timeline()
+        breakdown = explain(timeline) if timeline.steps() else None
+        self._judged = timeline, breakdown, verdict(timeline, **self._told)
+        self._is_judged = True
+        end = time.monotonic()
+        self._rests_until = end + min(self._rest * (end - begin), _LONGEST_REST)
         return self._judged
 
     @cached_property

@@ -125,7 +125,7 @@ class LocalRanks:
 
     @property
     def are_whole(self) -> bool:
-        """Whether the output of no rank has ended: an end of a rank will be heard at once."""
+        """Whether the outputs of all ranks are open, so that the end of a rank is heard at once."""
         return len(self._outputs.get_map()) == 2 * len(self._processes)
 
     def signal(self, number: int, ranks: Collection[int] | None = None) -> None:

@@ -34,8 +34,8 @@ __all__ = ["WAIT", "Members"]
 WAIT = 300.0
 """Seconds to wait for hosts, when too few are there."""
 
-_LOOK = 0.02  # seconds between checks for ended ranks,
-_CALM = 0.1  # while all ranks of this host train, whose ends wake this process
+_LOOK = 0.02  # seconds between checks for ended ranks
+_CALM = 0.1  # seconds between them while all ranks train on this host: the end of one wakes this process
 _STOPPED = 10.0  # seconds after which a process that is stopped counts as lost
 _COMES = 10.0  # seconds in which a rank that all others waited for before comes to the next generation;
 _COMES_LATE = 30.0  # and over a network: a connection that was cut for 15 s is used again after up to 26 s

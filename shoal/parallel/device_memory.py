@@ -78,7 +78,7 @@ def memory_of_steps() -> tuple[int, int]:
     try:
         facts = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
         most, now = (int(facts[name].split()[0]) << 10 for name in ("VmHWM", "VmRSS"))
-    except (OSError, KeyError):
+    except (OSError, KeyError, ValueError):
         return 0, 0
     return most, max(0, most - now)
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any, final
 
-from shoal.checkpoint import Coordinator, Ended, Saver, SingleProcess, checkpoints, retain
+from shoal.checkpoint import Coordinator, Ended, RealFiles, Saver, SingleProcess, checkpoints
+from shoal.checkpoint.directory import delete
 from shoal.errors import CheckpointError
 from shoal.train.host_memory import HostMemory
 from shoal.train.saves import has_room_for
@@ -147,10 +148,9 @@ class MemorySaves:
             path = self._trainer.saves.now(*given, self._in_memory)
         except CheckpointError as error:
             self._fail(self._trainer.step_count, error)
-            self._trainer.save(self._disk, self._extra)
-            self._drop_all(self._coordinator)
-        else:
-            self._drop_older(path, self._coordinator)
+            path = self._trainer.save(self._disk, self._extra)
+        if self._coordinator.rank == 0:
+            self._drop_all_but(path)
 
     def save_replica(self) -> None:
         """Save the state that this rank has, where it has all of it, after other ranks were lost.
@@ -160,23 +160,20 @@ class MemorySaves:
         """
         _, step, state = self._trainer.to_save(self.directory, self._extra)
         pieces, kept = self._trainer.saved.replica_to_save(state)
-        if has_room_for(pieces):
-            path = Saver().save(self.directory, step, pieces, kept, SingleProcess())
-            self._drop_older(path, SingleProcess())
-        else:
-            Saver().save(self._disk, step, pieces, kept, SingleProcess())
-            self._drop_all(SingleProcess())
+        directory = self.directory if has_room_for(pieces) else self._disk
+        self._drop_all_but(Saver().save(directory, step, pieces, kept, SingleProcess()))
 
-    def _drop_older(self, path: Path, coordinator: Coordinator) -> None:
-        """Delete what is older than a checkpoint in memory: a rank that comes needs the room."""
-        if not self._is_spread:
-            retain(self.directory, 1, coordinator, self._say, sound=path)
+    def _drop_all_but(self, path: Path) -> None:
+        """Delete what is in memory, other than the newest checkpoint: a rank that comes needs the room.
 
-    def _drop_all(self, coordinator: Coordinator) -> None:
-        """Delete what is in memory, after a newer checkpoint was written to the disk."""
-        if not self._is_spread and coordinator.rank == 0:
-            for path in checkpoints(self.directory):
-                shutil.rmtree(path, ignore_errors=True)
+        Where files are spread over hosts, each host drops older ones by itself.
+        """
+        if self._is_spread:
+            return
+        try:
+            delete([each for each in checkpoints(self.directory) if each != path], RealFiles())
+        except OSError as error:
+            self._say(f"warning: older checkpoints stay in memory: {error}")
 
     def _ended(self, ended: Ended) -> None:
         self._behind = ended.seconds

@@ -260,7 +260,7 @@ class Saves:
         Args:
             copies: Bytes of new memory that this rank's copy takes.
             files: Bytes that this rank's files take in the memory of hosts.
-            coming: Bytes that a rank would take which comes to this host.
+            coming: Bytes that a rank would take if it came to this host.
 
         Raises:
             CheckpointError: A host has no memory for the files.
@@ -268,11 +268,16 @@ class Saves:
         mine = platform.node(), available_memory(), coming, memory_of_steps()[1], copies, files
         told = self._coordinator.all_gather_object(mine)
         hosts: dict[str, _Host] = {}
-        for name, free, coming, *more in told:
+        for name, free, *taken in told:
             before = hosts.get(name, _Host(name))
-            known = before.free if free is None else min(before.free, free)
-            due, copies, files = map(sum, zip(more, (before.due, before.copies, before.files), strict=True))
-            hosts[name] = _Host(name, known, max(coming, before.coming), due, copies, files)
+            hosts[name] = _Host(
+                name,
+                free=before.free if free is None else min(before.free, free),
+                coming=max(before.coming, taken[0]),
+                due=before.due + taken[1],
+                copies=before.copies + taken[2],
+                files=before.files + taken[3],
+            )
         for each in hosts.values():
             if each.files > (1 - _LEFT) * each.spare:
                 raise CheckpointError(
@@ -289,7 +294,7 @@ class _Host:
     Attributes:
         name: Its name.
         free: What is free; infinite if the host does not say.
-        coming: What a rank may take of that which comes.
+        coming: What a rank that comes may take of that.
         due: What the next steps of its ranks may take of that.
         copies: What copies take.
         files: What files of a checkpoint in memory take.

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.models.blocks import find_blocks
 from shoal.parallel import Parallel, local_part
+from shoal.parallel.device_memory import memory_of_steps
 from shoal.record import LiveStorages, MappedFiles, spanned
 from shoal.run import OUTSIDE, MeasuredMemory, UnitMemory, write_memory
 
@@ -101,7 +102,7 @@ class StepMemory:
             moment=self._moment,
             buffers=sum(each.nbytes for each in self._parallel.module.buffers()),
             units=tuple(unit for unit in units if any((unit.weights, unit.optimizer, unit.activations))),
-            resident=_most_resident(),
+            resident=memory_of_steps()[0] or None,
             reserved=torch.cuda.max_memory_reserved(self._device) if self._live is None else None,
         )
 
@@ -298,13 +299,3 @@ def _tensors(state: Any) -> Iterable[torch.Tensor]:
 
 def _is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _most_resident() -> int | None:
-    """Return the most bytes that Linux had of this process in memory."""
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-        (kibibytes,) = (line.split()[1] for line in lines if line.startswith("VmHWM"))
-    except (OSError, ValueError):
-        return None
-    return int(kibibytes) << 10

@@ -31,7 +31,8 @@ def shoal_with(
 ) -> Ended:
     """Runs the program, with trouble on one rank."""
     own = dist.get_rank() if dist.is_initialized() else 0
-    with TROUBLES[trouble]() if own == rank else contextlib.nullcontext():
+    steps_take_nothing = patch.object(saves, "memory_of_steps", lambda: (0, 0))
+    with steps_take_nothing, TROUBLES[trouble]() if own == rank else contextlib.nullcontext():
         return shoal(arguments, folder) if port is None else shoal_as_rank(arguments, folder, port)
 
 
@@ -85,6 +86,10 @@ def slow_disk_and_a_signal() -> contextlib.AbstractContextManager[object]:
 
 
 def little_memory() -> contextlib.AbstractContextManager[object]:
+    return patch.object(saves, "available_memory", lambda: 10_000)
+
+
+def little_beside_steps() -> contextlib.AbstractContextManager[object]:
     """All memory is free, and all but 10,000 bytes are what steps will take again."""
     free = 1 << 40
     return patch.multiple(saves, available_memory=lambda: free, memory_of_steps=lambda: (free, free - 10_000))
@@ -115,7 +120,7 @@ def save_in_memory(folder: Path) -> tuple[list[str], list[str], list[str]]:
     trainer, said, memory, disk = frozen_trainer(None), list[str](), folder / "memory", folder / "disk"
     trainer.step()
     in_memory = MemorySaves(trainer, 1, memory, disk, {}, SingleProcess(), said.append)
-    with little_memory():
+    with little_beside_steps():
         in_memory.save_if_due()
         trainer.step()
         in_memory.save_if_due()
