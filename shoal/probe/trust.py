@@ -25,6 +25,7 @@ DOUBTFUL = 0.25
 """Median error of a kind of operations above which its fit is not used."""
 
 _HOST = 2.5
+_MUCH_JITTER = 0.3
 
 _FIELDS: Mapping[str, tuple[str, ...]] = {
     "products fp32": ("product_share", "product_depth"),
@@ -103,8 +104,14 @@ def trusted(
         preset: The device as a data file describes it; None if none does.
     """
     told = tuple(_doubts(errors, preset))
+    unsteady: tuple[str, ...] = ()
+    if fitted.jitter > _MUCH_JITTER:
+        unsteady = (
+            f"the steps of a rank vary by {fitted.jitter:.0%}, where 2 % are usual: end what else runs on "
+            "the machine and probe again, or set jitter in the Cluster",
+        )
     if not told:
-        return fitted, ()
+        return fitted, unsteady
     doubtful = [each for each in errors if each.median > DOUBTFUL]
     names = sorted({name for each in doubtful for name in _FIELDS.get(each.quantity, ())})
     device = fitted.device
@@ -113,7 +120,7 @@ def trusted(
     else:
         device = replace(device, **{name: getattr(preset, name) for name in names})
         source = f"{device.source}; as of the preset, since the fit errs: {', '.join(names)}"
-    return fitted.replace(device=replace(device, source=source)), told
+    return fitted.replace(device=replace(device, source=source)), (*told, *unsteady)
 
 
 def _doubts(errors: Iterable[FitError], preset: Device | None) -> Iterator[str]:

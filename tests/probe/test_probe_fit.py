@@ -18,6 +18,7 @@ from shoal.probe.measurements import (
     SynchronisationTime,
 )
 from shoal.probe.sheet import Sheet
+from shoal.probe.trust import trusted
 from shoal.workload import Attention
 
 TRUE = Cluster(
@@ -147,6 +148,15 @@ def test_meetings_that_seem_to_take_less_than_nothing_are_noise(seconds):
     times = tuple(SynchronisationTime(2, work, seconds * work) for work in (0.002, 0.008, 0.03))
     cluster = fitted_alone(synchronisations=times)
     assert (cluster.jitter, cluster.noise) == (0.0, 0.0)
+
+
+def test_ranks_that_wait_for_longer_than_they_work_give_a_cluster_and_a_doubt():
+    # Other programs had the core of one of two ranks for four times as long as its work takes.
+    times = tuple(SynchronisationTime(2, work, 4 * work) for work in (0.002, 0.008, 0.03))
+    cluster = fitted_alone(synchronisations=times)
+    assert cluster.jitter == 0.99
+    _, doubts = trusted(cluster, (), None)
+    assert ["vary by 99%" in doubt for doubt in doubts] == [True]
 
 
 def test_one_device_alone_has_a_level_without_links():

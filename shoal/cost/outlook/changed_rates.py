@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.cluster import Cluster, Device
+from shoal.cluster.cluster import MOST_JITTER
 
 __all__ = [
     "with_all_rates",
@@ -19,7 +20,6 @@ __all__ = [
 _PRODUCT_SHARES = ("product_share", "attention_share", "attention_backward_share")  # once the clock is whole
 _LEVEL_SHARES = ("share", "exchange_share", "packet_share", "reduction_share")
 _LEAST_SHARE = 1e-3
-_MOST_JITTER = 0.99
 _STEADY = 0.05  # jitter for the factor if the Cluster has none
 
 
@@ -64,7 +64,7 @@ def with_product_rates(cluster: Cluster, factor: float) -> Cluster:
 
 def with_steadiness(cluster: Cluster, factor: float) -> Cluster:
     """Return the Cluster with its jitter divided by a factor."""
-    return cluster.replace(jitter=min(_MOST_JITTER, (cluster.jitter or _STEADY) / factor))
+    return cluster.replace(jitter=min(MOST_JITTER, (cluster.jitter or _STEADY) / factor))
 
 
 def with_level_rate(cluster: Cluster, factor: float, *, index: int) -> Cluster:
