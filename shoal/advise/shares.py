@@ -27,7 +27,8 @@ _PERSISTENT = 0.8
 
 def shares_advice(timeline: Timeline, breakdown: Breakdown, plan: SettledPlan, batch: int) -> Advice | None:
     """Return advice on shares; None if the Plan takes none, ranks are alike, or the gain is small."""
-    if plan.dp == 1 or plan.pp > 1 or plan.ep > 1 or len(breakdown.ranks) != plan.ranks:
+    waits = plan.pp > 1 or plan.ep > 1 or plan.sharding.communicates_each_micro_batch
+    if plan.dp == 1 or waits or len(breakdown.ranks) != plan.ranks:
         return None
     by_step = _seconds_by_step(timeline, breakdown, plan)
     if not by_step:

@@ -3,7 +3,7 @@
 With `shares` ranks along dp make different numbers of micro-batches. They meet once a step, when gradients
 are summed, so the step takes as long as the slowest group would take if all ranks were like it. Each group
 is therefore priced, bounded and played as a Plan without `shares` on uniform devices: the kind that a replica
-waits for.
+waits for. If ranks are padded, all work like the one with most micro-batches.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ def alike_of(costs: T, by_kind: ByKind[T] | None, plan: SettledPlan, batch: int)
     shares = plan.shared
     if shares is None:
         return [Alike(costs, plan, batch, 0, plan.dp)]
+    equal = plan.replace(shares=EQUAL)
+    if plan.is_padded:
+        return [Alike(costs, equal, shares.most * plan.microbatch * plan.dp, 0, plan.dp)]
     layout = Layout.of(plan)
     kinds = ((),) * plan.dp if by_kind is None else by_kind.kinds.of_replicas(plan)
     numbers = [made for made, ranks in shares.runs for _ in range(ranks)]
@@ -56,7 +59,6 @@ def alike_of(costs: T, by_kind: ByKind[T] | None, plan: SettledPlan, batch: int)
     for index, key in enumerate(zip(numbers, kinds, strict=True)):
         first, number = found.get(key, (index, 0))
         found[key] = first, number + 1
-    equal = plan.replace(shares=EQUAL)
     return [
         Alike(
             costs if by_kind is None else by_kind.longest(layout, at),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shoal.errors import ModelError, PlanError
-from shoal.models import Transformer
+from shoal.models import Mixture, Transformer
 from shoal.parallel.axes import Axes
 from shoal.parallel.compiled import compile_blocks
 from shoal.parallel.context.context import context_parallel, require_context
@@ -293,6 +293,13 @@ def require_layout(model: nn.Module, plan: Plan, sequence: int, layout: TensorLa
             change="change the sequence length, or add tensor=plain",
         )
     require_experts(model, plan.ep)
+    if plan.is_padded and any(isinstance(module, Mixture) for module in model.modules()):
+        raise PlanError(
+            f"shares={plan.shares} was given with shard={plan.shard}, pp={plan.pp}, and the losses of the "
+            "model's routers would count micro-batches that are made again",
+            possible="shares with shard=none or zero1 and pp=1, or a model without experts",
+            change="leave out shares",
+        )
     if plan.pp > 1:
         cut_pieces(model, plan)
 

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from shoal.errors import PlanError
 from shoal.parallel.communication import Axis
 from shoal.plan import Plan, SettledPlan
 from shoal.record import NullRecorder, Recorder
@@ -19,11 +20,17 @@ def own_rows(batch: torch.Tensor, plan: Plan, dp: Axis) -> torch.Tensor:
     """Return a rank's rows of a batch `[batch, ...]`: in the order of ranks, with the Plan's `shares`.
 
     Raises:
-        PlanError: The batch does not divide.
+        PlanError: The batch does not divide, or the ranks would have to be padded.
     """
     if (shares := plan.shared) is None:
         SettledPlan.of(Plan(dp=dp.size), len(batch))  # raises
         return batch.chunk(dp.size)[dp.index]
+    if plan.is_padded:
+        raise PlanError(
+            f"a batch was to be cut by the Plan {plan}, with which ranks need equally many micro-batches",
+            possible="shoal.Trainer, which pads ranks; or shares with shard=none or zero1 and pp=1",
+            change="use the Trainer, or leave out shares",
+        )
     shares.require_batch(len(batch), None)
     size = len(batch) // shares.total
     return torch.split(batch, [size * shares.of_rank(rank) for rank in range(dp.size)])[dp.index]

@@ -132,7 +132,7 @@ class Parallel(nn.Module):
         """
         self.set_micro_batches(count)
         if self._pipeline is not None:
-            return self._pipeline.run(micro_batches, count, loss, prepare)
+            return self._pipeline.run(micro_batches, count, loss, prepare, mean_of=self.mean_of(count))
 
         def forward(number: int, inputs: Any, targets: Any) -> torch.Tensor:
             prepare(number, inputs)
@@ -284,7 +284,9 @@ class Parallel(nn.Module):
     def mean_of(self, number: int) -> float:
         """Return what to divide the sum of `number` losses of a step by; with shares, the mean over ranks."""
         shares = self.plan.shared
-        return number if shares is None else shares.mean_of(self.axes.dp.index, number)
+        if shares is None:
+            return number
+        return shares.mean_of(self.axes.dp.index, number, is_padded=self.plan.is_padded)
 
     def set_micro_batches(self, number: int) -> None:
         """Set the number of micro-batches that this rank makes in a step; initially 1.

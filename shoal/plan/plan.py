@@ -62,7 +62,8 @@ class Plan:
             for the largest that makes four micro-batches for each stage, or as many as possible.
         shares: The micro-batches of each rank along dp in a step: equally many (equal), or a number for each,
             such as 3x24-2x8, three on each of 24 ranks and two on each of 8, so that ranks on slow devices do
-            less. Needs shard=none or zero1, pp=1 and ep=1.
+            less, or the batch need not divide over dp. Needs ep=1. With shard=zero2 or zero3, and with pp > 1
+            a rank with fewer makes its last one again without counting it, as the others wait for it.
         exchange: How workers exchange what they learn; a worker is one replica of the model. They average
             gradients in buckets that overlap with backward (bucketed), or one by one after it (naive, the
             reference); they make steps by themselves, and then average what these changed (local); they send
@@ -180,7 +181,9 @@ class Plan:
         if self.offload != OFFLOADED:
             object.__setattr__(self, "offload", str(self.tiers.require(self.sharding, self.exchange)))
         if self.shares != EQUAL:
-            object.__setattr__(self, "shares", str(self._require_shares()))
+            shares = Shares.parse(self.shares)
+            shares.require(dp=self.dp, ep=self.ep, exchange=self.exchange, compress=self.compress)
+            object.__setattr__(self, "shares", str(shares))
         degrees = {"dp": self.dp, "cp": self.cp, "ep": self.ep, "copies": self.tp * self.pp}
         self.exchanged.require(self.sharding, replicas=self.replicas, **degrees)
 
@@ -200,13 +203,6 @@ class Plan:
                 possible=f"ep is one of {', '.join(map(str, possible))}",
                 change="choose one of these, or an order in which dp and cp follow each other",
             )
-
-    def _require_shares(self) -> Shares:
-        """Return `shares`, checked as far as possible without a batch."""
-        shares = Shares.parse(self.shares)
-        degrees = {"dp": self.dp, "pp": self.pp, "ep": self.ep}
-        shares.require(self.sharding, **degrees, exchange=self.exchange, compress=self.compress)
-        return shares
 
     def _require_stages(self) -> None:
         """Check `virtual`, `activations` and `split`, as far as possible without a model or a batch."""
@@ -299,6 +295,11 @@ class Plan:
     def shared(self) -> Shares | None:
         """The micro-batches of each rank along dp; None if all make equally many."""
         return None if self.shares == EQUAL else Shares.parse(self.shares)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether ranks with fewer micro-batches than others make some without a loss: see `Shares`."""
+        return self.shares != EQUAL and (self.sharding.communicates_each_micro_batch or self.pp > 1)
 
     @property
     def tiers(self) -> Tiers:

@@ -40,6 +40,8 @@ class SettledPlan(Plan):
         fields = {field.name: getattr(plan, field.name) for field in dataclasses.fields(Plan)}
         if (shares := plan.shared) is not None:
             shares.require_batch(batch, plan.microbatch)
+            if plan.pp > 1:
+                plan.require_micro_batches(shares.most)
             return cls(**{**fields, "microbatch": batch // shares.total})
         if batch < 1 or batch % plan.dp:
             lower, upper = batch // plan.dp * plan.dp, (batch // plan.dp + 1) * plan.dp

@@ -4,7 +4,12 @@
     shares=3-3-3-2      three ranks with three and one with two; written 3x3-2
 
 A rank on a slow device that gets fewer micro-batches does not keep the others waiting. The gradient is the
-mean over all micro-batches of the step, whoever made them.
+mean over all micro-batches of the step, whoever made them. So a batch need not divide over the ranks either:
+a batch of 16 is 6 + 5 + 5 on three.
+
+With `shard=zero2` or `zero3`, and with a pipeline, ranks need each other in each micro-batch. There a rank
+with fewer micro-batches makes its last one again, with a loss of zero, until it has made as many as the rank
+with most: it is padded.
 
 The micro-batches of a batch are handed out in rounds: in round j each rank that makes more than j takes the
 next one, in the order of ranks. With equal numbers these are the micro-batches that a rank has without
@@ -21,7 +26,6 @@ from itertools import groupby
 from typing import Self
 
 from shoal.errors import PlanError
-from shoal.plan.sharding import SHARDINGS, Sharding
 
 __all__ = ["EQUAL", "Shares"]
 
@@ -81,12 +85,13 @@ class Shares:
             rank -= ranks
         raise ValueError(f"rank {rank} is beyond the last one")
 
-    def mean_of(self, rank: int, number: int) -> float:
+    def mean_of(self, rank: int, number: int, *, is_padded: bool = False) -> float:
         """Return how many micro-batches a mean rank makes while this one makes `number`.
 
-        A rank that divides the sum of its micro-batches' losses by this has its part of the mean over all.
+        A rank that divides the sum of its micro-batches' losses by this has its part of the mean over all. If
+        ranks are padded, `number` counts those without a loss too.
         """
-        return number * self.total / self.ranks / self.of_rank(rank)
+        return number * self.total / self.ranks / (self.most if is_padded else self.of_rank(rank))
 
     def before(self, rank: int, number: int) -> int:
         """Return how many of the batch's micro-batches come before a rank's micro-batch `number`."""
@@ -98,11 +103,11 @@ class Shares:
             first += ranks
         return found
 
-    def require(self, sharding: Sharding, *, dp: int, pp: int, ep: int, exchange: str, compress: str) -> None:
-        """Check that there is a number for each rank, and that ranks need each other once a step only.
+    def require(self, *, dp: int, ep: int, exchange: str, compress: str) -> None:
+        """Check that there is a number for each rank, and that ranks may make different numbers.
 
         Raises:
-            PlanError: The numbers are not `dp`, or ranks communicate along dp in each micro-batch.
+            PlanError: The numbers are not `dp`, or something needs equally many micro-batches.
         """
         if self.ranks != dp:
             raise PlanError(
@@ -110,24 +115,12 @@ class Shares:
                 possible=f"{dp} numbers: one for each rank along dp, such as 3x{dp}",
                 change=f"correct the numbers, or write dp={self.ranks}",
             )
-        if sharding.communicates_each_micro_batch:
-            once = [each.name for each in SHARDINGS.values() if not each.communicates_each_micro_batch]
+        if ep > 1:
             raise PlanError(
-                f"shares={self} was given with shard={sharding.name}, with which ranks along dp exchange "
-                "gradients or weights in each micro-batch, and so make equally many",
-                possible=f"shares with shard={' or '.join(once)}",
-                change=f"write shard={once[-1]}, or leave out shares",
+                f"shares={self} was given with ep={ep}, and ranks along dp exchange tokens in each of them",
+                possible="shares with ep=1",
+                change="leave out ep, or leave out shares",
             )
-        for name, degree, why in (
-            ("pp", pp, "the stages of all replicas have one table"),
-            ("ep", ep, "ranks along dp exchange tokens in each micro-batch"),
-        ):
-            if degree > 1:
-                raise PlanError(
-                    f"shares={self} was given with {name}={degree}, and {why}",
-                    possible=f"shares with {name}=1",
-                    change=f"leave out {name}, or leave out shares",
-                )
         if exchange not in ("bucketed", "naive") or compress != "none":
             raise PlanError(
                 f"shares={self} was given with exchange={exchange}, compress={compress}, which are made for "

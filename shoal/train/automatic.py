@@ -57,13 +57,16 @@ class Resolved:
     passed_over: tuple[PassedOver, ...] = ()
 
 
-def choose_plan(config: TrainConfig, ranks: int, cluster: Cluster | None) -> Resolved:
+def choose_plan(
+    config: TrainConfig, ranks: int, cluster: Cluster | None, precision: str | None = None
+) -> Resolved:
     """Return the best Plan for the configuration's model, batch and sequences.
 
     Args:
         config: The configuration.
         ranks: Number of ranks.
         cluster: The machines; None for this host: its GPUs if these are known, or a laptop.
+        precision: The precision of the Plan; None for the quickest type of 16 bits or more.
 
     Raises:
         ConfigError: The model's work cannot be traced, or the limit of memory cannot be read.
@@ -74,7 +77,9 @@ def choose_plan(config: TrainConfig, ranks: int, cluster: Cluster | None) -> Res
     found = this_host(config, ranks) if cluster is None else cluster
     workload, machines = workload_of_config(config, model, found), within_memory(config, found, ranks)
     may_offload = not needs_whole_parameters(config.optimizer)
-    choice = choose(workload, machines, config.batch, limit=_LOOKED_AT, may_offload=may_offload)
+    choice = choose(
+        workload, machines, config.batch, limit=_LOOKED_AT, precision=precision, may_offload=may_offload
+    )
     passed_over = []
     for candidate in choice.candidates:
         try:

@@ -6,23 +6,25 @@ import contextlib
 import ctypes
 import dataclasses
 import gc
+import time
 import traceback
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _world
 
-from shoal.errors import CommunicationError, PlanError
+from shoal.errors import CommunicationError, UserError
 from shoal.launch import EXIT_STOPPED, Generation, Membership, StopSignal, World, meet
-from shoal.plan import Plan, SettledPlan
+from shoal.plan import Plan
 from shoal.run import Run
-from shoal.train.automatic import choose_plan
 from shoal.train.execute import execute_as_member
 from shoal.train.execution import Regroup
 from shoal.train.job import Job, Resume
+from shoal.train.members_plan import plan_for
 
-__all__ = ["abort", "execute_elastic", "job_for"]
+__all__ = ["abort", "execute_elastic"]
 
 _PATIENCE = 600.0  # seconds for the launcher to make another generation, for which it may wait for hosts
+_PAUSE = 0.01  # seconds between two looks for the Plan of a generation
 
 
 def execute_elastic(job: Job, world: World, membership: Membership, stop: StopSignal) -> int:
@@ -62,11 +64,13 @@ def _execute_in(
     store: Store,
 ) -> int | BaseException | None:
     """Train in one generation; return the exit code, the error that ended it, or None if it was to end."""
-    own = job_for(job, len(generation.members), begins=generation.number == 0)
-    rank = generation.members.index(membership.member)
-    if rank >= own.plan.ranks:
-        return None  # a spare one: the Plan has no use for it
-    place = World(rank=rank, ranks=own.plan.ranks, local_rank=world.local_rank, master=world.master)
+    rank, plan = generation.members.index(membership.member), _plan_in(generation, job, membership, store)
+    if plan is None or rank >= plan.ranks:
+        return None  # others take part, or the Plan has no use for this one
+    own = dataclasses.replace(job, plan=plan)
+    if generation.number > 0 and (job.path / "run.json").is_file():
+        own = dataclasses.replace(own, resume=Resume(Run(job.path), None))
+    place = World(rank=rank, ranks=plan.ranks, local_rank=world.local_rank, master=world.master)
     failure: BaseException | None = None
     try:
         met = PrefixStore(f"ranks of {generation.number}", store)
@@ -83,40 +87,28 @@ def _execute_in(
     return failure
 
 
-def job_for(job: Job, members: int, *, begins: bool = False) -> Job:
-    """Return a job for another number of members: with fewer replicas, or another Plan if that cannot be.
+def _plan_in(generation: Generation, job: Job, membership: Membership, store: Store) -> Plan | None:
+    """Return the Plan of a generation, which its first member chooses, as predictions differ between hosts.
 
-    The batch stays. The run goes on from its newest state.
-
-    Args:
-        job: The job of all members.
-        members: Number of members that are there.
-        begins: Whether no state can be there yet, beside that of the job.
-
-    Raises:
-        PlanError: No Plan is legal for so few ranks.
+    None if other members were chosen meanwhile.
     """
-    if not begins and (job.path / "run.json").is_file():
-        job = dataclasses.replace(job, resume=Resume(Run(job.path), None))
-    plan = _with_fewer_replicas(job, members)
-    if plan is None:
-        plan = choose_plan(job.config, members, job.cluster).plan
-    return dataclasses.replace(job, plan=plan)
-
-
-def _with_fewer_replicas(job: Job, members: int) -> Plan | None:
-    """Return the job's Plan with as many replicas of the model as there are members for; None if none is."""
-    plan = job.plan
-    of_model = plan.ranks // plan.dp
-    for dp in range(min(plan.dp, members // of_model), 0, -1):
-        for replicate in sorted({plan.replicate, dp * plan.replicate // plan.dp, 1}, reverse=True):
-            if replicate < 1 or dp % replicate:
-                continue
-            try:
-                return SettledPlan.of(plan.replace(dp=dp, replicate=replicate), job.config.batch)
-            except PlanError:
-                continue
-    return None
+    members, key = generation.members, f"plan of {generation.number}"
+    if len(members) >= job.plan.ranks:
+        return job.plan
+    if members[0] == membership.member:
+        try:
+            plan = plan_for(job, len(members))
+        except UserError:
+            store.set(key, "")
+            raise
+        store.set(key, str(plan))
+        return plan
+    while not store.check([key]):
+        if membership.is_due:
+            return None
+        time.sleep(_PAUSE)
+    told = store.get(key).decode()
+    return Plan.parse(told) if told else plan_for(job, len(members))
 
 
 def _leave(failure: BaseException | None) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import repeat
 from typing import Any, final
 
 import torch
@@ -78,7 +79,10 @@ class Passes:
         self._microbatch = microbatch
         self._shares = parallel.plan.shared
         dp = parallel.axes.dp
-        self._count = loader.number(dp.index, dp.size, microbatch, self._shares)
+        self._own = loader.number(dp.index, dp.size, microbatch, self._shares)
+        self._count = self._own
+        if self._shares is not None and parallel.plan.is_padded:
+            self._count = self._shares.most
         self._mean_of = parallel.mean_of(self._count)
         self._all_count = all_targets_count(loader.samples)
         self._feed: Feed[Any] | None = None
@@ -121,22 +125,26 @@ class Passes:
                 dp.size,
                 self._microbatch,
                 shares=self._shares,
-                ahead=max(2, self._count),  # a step may take all of its micro-batches at once
+                ahead=max(2, self._own),  # a step may take all of its micro-batches at once
                 workers=self._workers,
             )
         return self._feed
 
     def _take(self, feed: Iterator[Any], passed: Passed) -> tuple[Iterator[MicroBatch], Weights | None]:
-        """Return this rank's micro-batches of the step: one by one, or all if they must be counted first."""
+        """Return this rank's micro-batches of the step: one by one, or all if they must be counted first.
+
+        If ranks are padded, the last one comes again, without elements that count.
+        """
 
         def micro_batches() -> Iterator[MicroBatch]:
-            for _ in range(self._count):
+            for _ in range(self._own):
                 with self._recorder.span(Kind.DATA_WAIT):
                     read = self._reader.read(
                         next(feed), self._parallel, self._microbatch, all_count=self._all_count
                     )
-                passed.tokens += read.tokens * self._mean_of / self._count
+                passed.tokens += read.tokens * self._mean_of / self._own
                 yield read
+            yield from repeat(replace(read, counted=0), self._count - self._own)
 
         coming = micro_batches()
         first = next(coming)
@@ -213,13 +221,10 @@ class Passes:
     ) -> torch.Tensor:
         """Return what a micro-batch adds to the mean loss over the micro-batches of all ranks."""
         loss = micro_batch.mean_loss(output)
-        if weights is None:
-            passed.losses[number] = loss.detach()
-            return loss
         if not micro_batch.counted:
             return nothing_of(output, loss)
         passed.losses[number] = loss.detach()
-        return loss * weights.of(number).to(loss.dtype)
+        return loss if weights is None else loss * weights.of(number).to(loss.dtype)
 
     def _set_dropout(self, position: int, number: int, inputs: Any) -> None:
         """Fix dropout's masks by the position of micro-batch `number`'s samples in all data."""

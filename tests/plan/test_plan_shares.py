@@ -35,9 +35,6 @@ def test_micro_batches_are_handed_out_in_rounds_in_the_order_of_ranks(numbers):
         ("dp=4,shares=3-3", "numbers for 2 ranks, and dp=4"),
         ("dp=2,shares=3-0", "cannot be read"),
         ("dp=2,shares=2x", "3x24 is three on each of 24 ranks"),
-        ("dp=2,shares=1-2,shard=zero3-once", "shares with shard=none or zero1"),
-        ("dp=2,shares=1-2,shard=zero2", "in each micro-batch"),
-        ("dp=2,shares=1-2,pp=2", "one table"),
         ("dp=2,shares=1-2,ep=2", "exchange tokens"),
         ("dp=2,shares=1-2,exchange=local", "exchange=local"),
         ("dp=2,shares=1-2,compress=int8", "compress=int8"),
@@ -54,6 +51,26 @@ def test_shares_that_cannot_be_right_are_refused_by_name(text, named):
 def test_a_batch_that_shares_do_not_add_up_to_is_refused_with_one_that_they_do(microbatch, batch, change):
     with pytest.raises(PlanError, match=f"choose a batch of {change}, or shares whose sum"):
         SettledPlan.of(Plan(dp=4, shares="3-3-3-2", microbatch=microbatch), batch)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_padded"),
+    [
+        ("", False),
+        (",shard=zero1", False),
+        (",shard=zero2", True),
+        (",shard=zero3-once", True),
+        (",pp=2", True),
+    ],
+)
+def test_ranks_that_need_each_other_in_each_micro_batch_are_padded(text, is_padded):
+    assert Plan.parse(f"dp=2,shares=1-2{text}").is_padded == is_padded
+    assert not Plan.parse(f"dp=2{text}").is_padded
+
+
+def test_a_schedule_that_cannot_take_the_most_micro_batches_refuses_shares():
+    with pytest.raises(PlanError, match="micro-batches"):
+        SettledPlan.of(Plan.parse("dp=2,pp=2,schedule=interleaved,shares=3-1"), 4)
 
 
 def test_shares_settle_the_micro_batch_and_the_fullest_rank_counts():

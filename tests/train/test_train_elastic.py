@@ -8,12 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from shoal.cluster import Cluster
 from shoal.launch import EXIT_STOPPED
 from shoal.plan import Plan, SettledPlan
 from shoal.run import Run
 from shoal.train import Job, TrainConfig
-from shoal.train.elastic import job_for
+from shoal.train.members_plan import plan_for
 
 STEPS, FAULT = 12, 6
 
@@ -160,28 +163,52 @@ def test_a_signal_to_the_launcher_stops_all_after_they_have_saved(tmp_path, tiny
     assert "stopped by a signal; saved" in broken.told
 
 
-def job(plan, batch=16):
+def job(plan, batch, **changes):
     settled = SettledPlan.of(Plan.parse(plan), batch)
-    return Job(config=TrainConfig(batch=batch), plan=settled, path=Path("none"), resume=None)
+    config = TrainConfig(batch=batch, **changes.pop("config", {}))
+    return Job(config=config, plan=settled, path=Path("none"), resume=None, **changes)
 
 
 @pytest.mark.parametrize(
-    ("plan", "members", "expected"),
+    ("plan", "batch", "members", "expected"),
     [
-        ("dp=4", 3, "dp=2"),  # a batch of 16 has no three equal parts
-        ("dp=4,tp=2", 7, "dp=2,tp=2"),
-        ("dp=4,tp=2,shard=zero3", 3, "tp=2,shard=zero3"),
-        ("dp=4,replicate=2,shard=zero3", 2, "dp=2,shard=zero3"),
-        ("dp=8,replicate=2,shard=zero3", 4, "dp=4,shard=zero3"),
+        ("dp=4", 16, 2, "dp=2,microbatch=4"),
+        ("dp=4", 16, 3, "dp=3,microbatch=2,shares=3x2-2"),
+        ("dp=4,shard=zero3", 16, 3, "dp=3,shard=zero3,microbatch=2,shares=3x2-2"),
+        ("dp=4,tp=2", 16, 6, "dp=3,tp=2,microbatch=2,shares=3x2-2"),
+        ("dp=4,replicate=2,shard=zero3", 16, 2, "dp=2,shard=zero3,microbatch=4"),
+        ("dp=8,replicate=2,shard=zero3", 16, 4, "dp=4,shard=zero3,microbatch=2"),
+        ("dp=4,exchange=local,every=2", 16, 3, "dp=2,microbatch=4,exchange=local,every=2"),
+        ("dp=4,ep=2", 16, 3, "dp=2,ep=2,microbatch=4"),
     ],
 )
-def test_fewer_members_train_fewer_replicas_of_the_same_layout(plan, members, expected):
-    found = job_for(job(plan), members).plan
-    wanted = Plan.parse(expected)
-    assert (found.dp, found.tp, found.shard) == (wanted.dp, wanted.tp, wanted.shard)
-    assert found.ranks <= members
+def test_fewer_members_train_fewer_replicas_of_the_same_layout(plan, batch, members, expected):
+    assert str(plan_for(job(plan, batch), members)) == expected
 
 
-def test_a_plan_is_chosen_anew_if_no_replica_is_left():
-    found = job_for(job("tp=2,pp=2"), 3).plan
-    assert found.ranks <= 3
+@given(dp=st.integers(2, 40), lost=st.integers(1, 39), size=st.integers(1, 8), count=st.integers(1, 4))
+def test_no_rank_has_more_samples_than_with_a_number_of_replicas_that_divides_the_batch(
+    dp, lost, size, count
+):
+    batch, members = dp * size * count, max(1, dp - lost)
+    plan = plan_for(job(f"dp={dp},shard=zero3,microbatch={size}", batch), members)
+    assert SettledPlan.of(plan, batch) == plan
+    assert plan.ranks <= members
+    dividing = max(each for each in range(1, members + 1) if batch // size % each == 0)
+    assert plan.microbatches_of(batch) * plan.microbatch <= batch // dividing
+
+
+@pytest.mark.parametrize("plan", ["tp=2,pp=2", "dp=2,pp=2", "dp=2,tp=2,shard=zero1", "dp=2,cp=2"])
+def test_what_a_lost_rank_did_goes_to_all_others_where_that_is_quicker(plan):
+    machines = {"cluster": Cluster.preset("dgx-h100").with_devices(4), "config": {"model": "1b"}}
+    assert plan_for(job(plan, 24, **machines), 3).ranks == 3
+
+
+def test_a_replica_that_has_both_cores_is_not_cut_over_more_ranks():
+    cores = Cluster.preset("laptop").with_cores(2).with_devices(4)
+    assert plan_for(job("dp=2,pp=2", 16, cluster=cores), 3).ranks == 2
+
+
+def test_a_plan_that_is_chosen_anew_keeps_the_precision():
+    machines = {"cluster": Cluster.preset("dgx-h100").with_devices(4), "config": {"model": "1b"}}
+    assert plan_for(job("tp=4,precision=fp32", 24, **machines), 3).precision == "fp32"

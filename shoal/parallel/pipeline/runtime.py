@@ -182,6 +182,8 @@ class Pipeline:
         count: int,
         loss: Loss,
         prepare: Callable[[int, Any], None] = lambda number, inputs: None,
+        *,
+        mean_of: float,
     ) -> Tensor:
         """Run forward and backward of all micro-batches of a step.
 
@@ -190,9 +192,10 @@ class Pipeline:
             count: Number of micro-batches to take.
             loss: See `Loss`.
             prepare: Called before each forward with the micro-batch's number and the model's input.
+            mean_of: Number by which the sum of the micro-batches' losses is divided.
 
         Returns:
-            The mean loss over the micro-batches; 0 on a rank without the last stage.
+            The sum of all losses over `mean_of`; 0 on a rank without the last stage.
 
         Raises:
             PlanError: The schedule cannot be made for this number of micro-batches.
@@ -217,7 +220,7 @@ class Pipeline:
             elif step.work is Work.FORWARD:
                 inputs, targets = data.use(step.microbatch)
                 prepare(step.microbatch, inputs)
-                share = partial(_share_of_loss, loss, targets, count)
+                share = partial(_share_of_loss, loss, targets, mean_of)
                 is_halved = (step.stage, step.microbatch) in program.halved
                 self._forward(step, inputs, share, total, is_halved=is_halved)
             else:
@@ -377,5 +380,5 @@ def _start_reductions(due: list[Strategy], reducing: list[Strategy]) -> None:
     due.clear()
 
 
-def _share_of_loss(loss: Loss, targets: Tensor, count: int, output: Any) -> Tensor:
-    return loss(output, targets) / count
+def _share_of_loss(loss: Loss, targets: Tensor, mean_of: float, output: Any) -> Tensor:
+    return loss(output, targets) / mean_of
