@@ -32,7 +32,7 @@ __all__ = ["plan_for"]
 _GAIN = 0.05  # share of a step by which another layout must be quicker
 _TRIED = 8  # numbers of ranks for which the planner is asked, until it finds a Plan
 _SIZES = 3  # Plans that are tried for each number of stages: other micro-batches, or fewer replicas
-_START = 0.25  # what each micro-batch takes beside its samples, as a share of the job's micro-batch
+_START = 0.125  # what each micro-batch takes beside its samples, as a share of the job's micro-batch
 _MARGIN = 0.1  # share of a device's memory that another layout must leave free
 
 

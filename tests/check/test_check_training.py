@@ -50,6 +50,9 @@ def test_every_data_parallel_plan_computes_what_one_device_does(ranks, count):
         "dp=2,tp=2,tensor=plain",
         "dp=4,shares=3-1-3-1",
         "dp=2,cp=2,shard=zero1,shares=1-3",
+        "dp=3,shard=zero2,shares=1-2-1",  # ranks are padded, here and below
+        "dp=4,replicate=2,shard=zero3,recompute=full,shares=3-1-3-1",
+        "dp=2,pp=2,schedule=zb-h1,shares=5-3",
     ],
 )
 def test_other_choices_of_a_plan_do_too(ranks, plan):

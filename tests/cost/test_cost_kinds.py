@@ -267,3 +267,19 @@ def test_all_ranks_settle_on_one_way_to_compile_and_mfu_counts_data_sheets():
     layout = Layout(1)
     assert len({each.settled(layout) for each in costs.all_at()}) == 1
     assert peak_of_all(made, "bf16") == 8 * 3e14
+
+
+@given(plans().filter(lambda each: each.dp > 1), parts_of(8), st.integers(1, 3))
+@settings(deadline=None, max_examples=40)
+def test_padded_ranks_cost_what_they_would_if_all_made_the_most_micro_batches(plan, parts, number):
+    most = 4 * plan.pp * number
+    padded = plan.replace(shares=f"{most}-1x{plan.dp - 1}")
+    if not padded.is_padded:
+        return
+    costs = Costs(WORKLOAD, machine(*parts))
+    batch, full = padded.shared.total * plan.microbatch, most * plan.dp * plan.microbatch
+    assert played_seconds(costs, padded, batch) == played_seconds(costs, plan, full)
+    assert costs.least(padded, batch) == costs.least(plan, full)
+    assert Memories(WORKLOAD, costs.cluster).fullest(padded, batch).peak == pytest.approx(
+        Memories(WORKLOAD, costs.cluster).fullest(plan, full).peak
+    )

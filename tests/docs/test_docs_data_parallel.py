@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from shoal.parallel import parallelize
@@ -78,7 +79,11 @@ def bytes_of_tensors():
     gc.collect()
     held = set()
     for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor) and not isinstance(thing, DTensor) and not thing.is_meta:
+        if (
+            isinstance(thing, torch.Tensor)
+            and not isinstance(thing, DTensor | FakeTensor)
+            and not thing.is_meta
+        ):
             first = thing.untyped_storage().data_ptr()
             held.add((first, first + thing.untyped_storage().nbytes()))
     total = end = 0

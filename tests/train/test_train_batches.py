@@ -44,6 +44,8 @@ def one_device():
         "dp=2,shard=zero3,microbatch=1",
         "dp=2,shard=zero2,microbatch=2",
         "dp=3,shard=zero1,shares=1-5-2",
+        "dp=3,shard=zero3,shares=1-5-2",
+        "dp=2,pp=2,shares=3-5",
         "cp=2,microbatch=1",
         "dp=2,tp=2,microbatch=1",
         "dp=2,pp=2,microbatch=1",

@@ -96,6 +96,7 @@ def test_a_run_goes_on_under_another_layout_and_sees_each_sample_once(ranks, tmp
         ("dp=2,tp=2,shard=zero3", "tp=2,tensor=plain"),
         ("cp=2,shard=zero2", "dp=2,tp=2"),
         ("dp=2,tp=2,shard=zero3,order=tp-dp-cp-pp", "dp=2,tp=2,shard=zero3"),
+        ("dp=3,shard=zero3,shares=1-4-3", "dp=2,shard=zero2,shares=1-3"),
     ],
 )
 def test_a_run_goes_on_with_layers_split_otherwise(ranks, tmp_path, plain, first, second):
