@@ -9,6 +9,7 @@ import gc
 import time
 import traceback
 
+import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _world
 
@@ -115,6 +116,7 @@ def _leave(failure: BaseException | None) -> None:
     """Leave the process groups, and free what the generation held."""
     if failure is not None:
         _forget_frames(failure)
+        _forget_backward()
         abort()
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -124,15 +126,25 @@ def _leave(failure: BaseException | None) -> None:
 
 
 def _forget_frames(failure: BaseException) -> None:
-    """Let the frames of a failure, and of those that led to it, forget what they hold: tensors."""
+    """Let a failure, and those that led to it, forget their frames, which hold tensors; keep their text."""
     waiting, seen = [failure], set[int]()
     while waiting:
         error = waiting.pop()
         if id(error) in seen:
             continue
         seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
+        if error.__traceback__ is not None:  # a frame that is cleared would keep its function's variables
+            error.add_note("".join(traceback.format_tb(error.__traceback__)))
+            error.__traceback__ = None
         waiting += [each for each in (error.__cause__, error.__context__) if each is not None]
+
+
+def _forget_backward() -> None:
+    """Let autograd forget what an error kept from running in a backward: nodes, and the tensors they hold.
+
+    They wait in this thread's queue of the CPU until another backward takes them out: this one.
+    """
+    torch.ones((), requires_grad=True).backward()
 
 
 def abort() -> None:
