@@ -12,7 +12,10 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
+from functools import cache, partial
 from typing import Any
+
+from torch import nn
 
 from shoal.cluster import Cluster
 from shoal.cost import Costs, Memories
@@ -22,9 +25,10 @@ from shoal.plan import EQUAL, Plan, SettledPlan, Shares, divisors
 from shoal.simulate import played_seconds
 from shoal.train.automatic import choose_plan, this_host, workload_of_config
 from shoal.train.classes import require_data_parallel
+from shoal.train.config import TrainConfig
 from shoal.train.free_memory import within_memory
 from shoal.train.job import Job
-from shoal.train.located import build_model
+from shoal.train.located import build_model, shape_of
 from shoal.workload import Workload
 
 __all__ = ["plan_for"]
@@ -49,7 +53,7 @@ def plan_for(job: Job, members: int) -> Plan:
     plan = job.plan
     if members >= plan.ranks:
         return plan
-    kept = _with_stages(plan, plan.pp, members, job.config.batch)
+    kept = _with_stages(job, plan.pp, members)
     if not kept:
         return _of_planner(job, members, 0)
     if kept[0].ranks < members and plan.dp < plan.ranks:
@@ -58,8 +62,9 @@ def plan_for(job: Job, members: int) -> Plan:
     return kept[0]
 
 
-def _with_stages(plan: Plan, pp: int, members: int, batch: int) -> list[SettledPlan]:
+def _with_stages(job: Job, pp: int, members: int) -> list[SettledPlan]:
     """Return Plans with `pp` stages for up to so many members; those whose ranks have least to do first."""
+    plan, batch, model = job.plan, job.config.batch, cache(partial(shape_of, job.config))
     stages: dict[str, Any] = {} if pp == plan.pp else {"pp": pp, "virtual": None, "split": "cost"}
     if pp == 1 < plan.pp:
         stages |= {"schedule": "1f1b", "activations": None}
@@ -80,8 +85,19 @@ def _with_stages(plan: Plan, pp: int, members: int, batch: int) -> list[SettledP
                 continue
             numbers = [total // dp + (index < total % dp) for index in range(dp)]
             shares = str(Shares.of(numbers)) if total % dp else EQUAL
-            found += _with_copies(plan, batch, **stages, dp=dp, microbatch=microbatch, shares=shares)
+            changed = _with_copies(plan, batch, **stages, dp=dp, microbatch=microbatch, shares=shares)
+            found += [each for each in changed if not each.is_padded or _suits(job.config, model(), each)]
     return sorted(found, key=work)
+
+
+def _suits(config: TrainConfig, model: nn.Module, plan: Plan) -> bool:
+    """Return whether a Plan can train the configuration's model."""
+    try:
+        require_data_parallel(config, plan)
+        require_layout(model, plan, config.sequence)
+    except UserError:
+        return False
+    return True
 
 
 def _with_copies(plan: Plan, batch: int, *, dp: int, **changes: Any) -> list[SettledPlan]:
@@ -98,10 +114,10 @@ def _of_planner(job: Job, members: int, more_than: int) -> Plan:
     """Return the planner's Plan for as many members as one is legal for."""
     tried = range(members, max(more_than, members - _TRIED), -1)
     for ranks in tried:
-        cluster = None if job.cluster is None else job.cluster.with_devices(ranks)
         try:
+            cluster = None if job.cluster is None else job.cluster.with_devices(ranks)
             return choose_plan(job.config, ranks, cluster, job.plan.precision).plan
-        except PlanError:
+        except UserError:
             if ranks == tried[-1]:
                 raise
     raise AssertionError("there are no members")
@@ -121,9 +137,9 @@ def _quickest(job: Job, members: int, kept: Sequence[SettledPlan]) -> Plan:
     best: Plan = kept[0]
     least = (1 - _GAIN) * _seconds(workload, machines, best, config.batch, math.inf)
     for plan in (*kept[1:_SIZES], *_others(job, members, best.ranks)):
-        with contextlib.suppress(UserError):  # it cannot be trained here
-            require_data_parallel(config, plan)
-            require_layout(model, plan, config.sequence)
+        if not _suits(config, model, plan):
+            continue
+        with contextlib.suppress(UserError):  # the machines do not suit it
             seconds = _seconds(workload, machines, plan, config.batch, 1 - _MARGIN)
             if seconds < least:
                 least, best = seconds, plan
@@ -136,7 +152,7 @@ def _others(job: Job, members: int, more_than: int) -> Iterator[Plan]:
     most = members // (plan.ranks // plan.dp // plan.pp) if plan.pp > 1 else 0
     for pp in range(most, 0, -1):
         if pp != plan.pp:
-            staged = _with_stages(plan, pp, members, job.config.batch)
+            staged = _with_stages(job, pp, members)
             yield from [each for each in staged if each.ranks > more_than][:_SIZES]
     with contextlib.suppress(UserError):
         yield _of_planner(job, members, more_than)

@@ -204,6 +204,12 @@ def test_what_a_lost_rank_did_goes_to_all_others_where_that_is_quicker(plan):
     assert plan_for(job(plan, 24, **machines), 3).ranks == 3
 
 
+def test_a_model_with_routers_is_not_padded():
+    experts = {"config": {"model": "tiny-experts"}}
+    assert plan_for(job("dp=4,shard=zero3", 16, **experts), 3).dp == 2
+    assert plan_for(job("dp=4", 16, **experts), 3).dp == 3
+
+
 def test_a_replica_that_has_both_cores_is_not_cut_over_more_ranks():
     cores = Cluster.preset("laptop").with_cores(2).with_devices(4)
     assert plan_for(job("dp=2,pp=2", 16, cluster=cores), 3).ranks == 2
