@@ -27,13 +27,13 @@ from shoal.errors import ClusterError
 from shoal.limits import CLUSTER, read_limited
 from shoal.limits import toml_of as table_of
 
-__all__ = ["MOST_JITTER", "PRESETS", "Cluster"]
+__all__ = ["LIMIT_OF_JITTER", "PRESETS", "Cluster"]
 
 PRESETS: tuple[str, ...] = tuple(table("nodes"))
 """Names of the known machines, from shoal/cluster/nodes.toml."""
 
-MOST_JITTER = 0.99
-"""The most that a measured or changed jitter is set to; a Cluster's jitter is below 1."""
+LIMIT_OF_JITTER = 0.99
+"""The most to which a measured or changed jitter or noise is set; a Cluster's are below 1."""
 
 _TABLES = {"host": Host, "prices": Prices, "power": Power, "calibrated": Calibrated}
 

@@ -1,9 +1,9 @@
 """The data-parallel ranks of a Plan as groups that are alike: equal numbers of micro-batches, equal devices.
 
-With `shares` ranks along dp make different numbers of micro-batches. They meet once a step, when gradients
-are summed, so the step takes as long as the slowest group would take if all ranks were like it. Each group
-is therefore priced, bounded and played as a Plan without `shares` on uniform devices: the kind that a replica
-waits for. If ranks are padded, all work like the one with most micro-batches.
+With `shares` ranks along dp make different numbers of micro-batches. If they meet once a step, when gradients
+are summed, the step takes as long as the slowest group would take if all ranks were like it. Each group is
+therefore priced, bounded and played as a Plan without `shares` on uniform devices: the kind that a replica
+waits for. If they meet in each micro-batch, they are padded, and all work like the one with most.
 """
 
 from __future__ import annotations

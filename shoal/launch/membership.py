@@ -42,6 +42,7 @@ _NEWEST = "newest"
 _OVER = "over"
 _LOOK = 0.02  # seconds between two looks at the store of a member that waits
 _WATCH = 0.05  # seconds between two looks while it trains
+_STAND_BY = 0.1  # and while others train without it
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +199,11 @@ class Membership:
                 continue
             time.sleep(_LOOK)
         return None
+
+    def stand_by(self, is_asked_to_leave: Callable[[], bool]) -> None:
+        """Return once there is a newer generation, or none will come, or this member is asked to leave."""
+        while not (self.is_due or is_asked_to_leave() or self._store.check([_OVER])):
+            time.sleep(_STAND_BY)
 
     def peers(self) -> list[str]:
         """Return where the launchers of this generation's members serve files, if they do."""

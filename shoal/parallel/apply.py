@@ -96,6 +96,7 @@ def parallelize(
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     require_trainable(model)
+    _require_counted_routers(model, plan)
     on = place(model, device)
     recorder = recorder if recorder is not None else NullRecorder()
     blocks = list(find_blocks(model) if blocks is None else blocks)
@@ -293,6 +294,13 @@ def require_layout(model: nn.Module, plan: Plan, sequence: int, layout: TensorLa
             change="change the sequence length, or add tensor=plain",
         )
     require_experts(model, plan.ep)
+    _require_counted_routers(model, plan)
+    if plan.pp > 1:
+        cut_pieces(model, plan)
+
+
+def _require_counted_routers(model: nn.Module, plan: Plan) -> None:
+    """Refuse a model with routers if ranks are padded: their losses would count what is repeated."""
     if plan.is_padded and any(isinstance(module, Mixture) for module in model.modules()):
         raise PlanError(
             f"shares={plan.shares} was given with shard={plan.shard}, pp={plan.pp}, and the losses of the "
@@ -300,8 +308,6 @@ def require_layout(model: nn.Module, plan: Plan, sequence: int, layout: TensorLa
             possible="shares with shard=none or zero1 and pp=1, or a model without experts",
             change="leave out shares",
         )
-    if plan.pp > 1:
-        cut_pieces(model, plan)
 
 
 def require_trainable(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from shoal.plan import Plan, SettledPlan
 from shoal.record import NullRecorder, Recorder
 from shoal.timeline import Kind
 
-__all__ = ["own_rows", "run_one_by_one"]
+__all__ = ["own_rows", "require_padded", "run_one_by_one"]
 
 
 def own_rows(batch: torch.Tensor, plan: Plan, dp: Axis) -> torch.Tensor:
@@ -34,6 +34,21 @@ def own_rows(batch: torch.Tensor, plan: Plan, dp: Axis) -> torch.Tensor:
     shares.require_batch(len(batch), None)
     size = len(batch) // shares.total
     return torch.split(batch, [size * shares.of_rank(rank) for rank in range(dp.size)])[dp.index]
+
+
+def require_padded(plan: Plan, count: int) -> None:
+    """Check that a rank makes as many micro-batches as the one with most, if the Plan pads ranks.
+
+    Raises:
+        PlanError: It makes another number.
+    """
+    most = plan.shared.most if plan.is_padded and plan.shared is not None else count
+    if count != most:
+        raise PlanError(
+            f"{count} micro-batches were given under the Plan {plan}, with which each rank needs {most}",
+            possible=f"{most} micro-batches on each rank, those beyond its own with a loss of zero",
+            change="use the Trainer, which adds them, or leave out shares",
+        )
 
 
 def run_one_by_one(

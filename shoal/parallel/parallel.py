@@ -19,7 +19,7 @@ from shoal.parallel.axes import Axes
 from shoal.parallel.context.positions import local_sequence, residual_positions
 from shoal.parallel.data.strategy import Strategy, in_all
 from shoal.parallel.layout import Cut
-from shoal.parallel.micro_batches import own_rows, run_one_by_one
+from shoal.parallel.micro_batches import own_rows, require_padded, run_one_by_one
 from shoal.parallel.offload.storage import Storage
 from shoal.parallel.optimizer.norm import GradientNorm, limit_gradients, measure_gradient
 from shoal.parallel.optimizer.optimizers import follow_optimizers
@@ -130,6 +130,7 @@ class Parallel(nn.Module):
         Returns:
             The sum of its losses over `mean_of(count)`; in a pipeline 0 except on the last stage's rank.
         """
+        require_padded(self.plan, count)
         self.set_micro_batches(count)
         if self._pipeline is not None:
             return self._pipeline.run(micro_batches, count, loss, prepare, mean_of=self.mean_of(count))
@@ -283,10 +284,11 @@ class Parallel(nn.Module):
 
     def mean_of(self, number: int) -> float:
         """Return what to divide the sum of `number` losses of a step by; with shares, the mean over ranks."""
-        shares = self.plan.shared
-        if shares is None:
+        if (shares := self.plan.shared) is None:
             return number
-        return shares.mean_of(self.axes.dp.index, number, is_padded=self.plan.is_padded)
+        return shares.mean_of(
+            number, shares.most if self.plan.is_padded else shares.of_rank(self.axes.dp.index)
+        )
 
     def set_micro_batches(self, number: int) -> None:
         """Set the number of micro-batches that this rank makes in a step; initially 1.

@@ -61,9 +61,9 @@ class Plan:
         microbatch: Sequences in one forward of one rank. None for the whole of the rank's batch; with pp > 1,
             for the largest that makes four micro-batches for each stage, or as many as possible.
         shares: The micro-batches of each rank along dp in a step: equally many (equal), or a number for each,
-            such as 3x24-2x8, three on each of 24 ranks and two on each of 8, so that ranks on slow devices do
-            less, or the batch need not divide over dp. Needs ep=1. With shard=zero2 or zero3, and with pp > 1
-            a rank with fewer makes its last one again without counting it, as the others wait for it.
+            such as 3x24-2x8, three on each of 24 ranks and two on each of 8. Ranks on slow devices may so do
+            less, and a batch need not divide over dp. Needs ep=1. With zero2, zero3 or zero3-once, and with
+            pp > 1, a rank with fewer makes its last one again without counting it: others wait for it.
         exchange: How workers exchange what they learn; a worker is one replica of the model. They average
             gradients in buckets that overlap with backward (bucketed), or one by one after it (naive, the
             reference); they make steps by themselves, and then average what these changed (local); they send
@@ -299,7 +299,10 @@ class Plan:
     @property
     def is_padded(self) -> bool:
         """Whether ranks with fewer micro-batches than others make some without a loss: see `Shares`."""
-        return self.shares != EQUAL and (self.sharding.communicates_each_micro_batch or self.pp > 1)
+        shares = self.shared
+        if shares is None or len(shares.runs) == 1:
+            return False
+        return self.sharding.communicates_each_micro_batch or self.pp > 1
 
     @property
     def tiers(self) -> Tiers:

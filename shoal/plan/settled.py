@@ -7,6 +7,7 @@ import dataclasses
 from shoal.errors import PlanError
 from shoal.plan.plan import Plan, divisors
 from shoal.plan.schedules import kind_of
+from shoal.plan.shares import Shares
 
 __all__ = ["SettledPlan"]
 
@@ -41,7 +42,7 @@ class SettledPlan(Plan):
         if (shares := plan.shared) is not None:
             shares.require_batch(batch, plan.microbatch)
             if plan.pp > 1:
-                plan.require_micro_batches(shares.most)
+                _require_schedule_takes_shares(plan, shares)
             return cls(**{**fields, "microbatch": batch // shares.total})
         if batch < 1 or batch % plan.dp:
             lower, upper = batch // plan.dp * plan.dp, (batch // plan.dp + 1) * plan.dp
@@ -84,6 +85,17 @@ def _require_schedule_takes(plan: Plan, batch: int, microbatch: int) -> None:
             change=f"write microbatch={fitting[-1]}"
             if fitting
             else "choose another batch or another schedule",
+        ) from None
+
+
+def _require_schedule_takes_shares(plan: Plan, shares: Shares) -> None:
+    try:
+        plan.require_micro_batches(shares.most)
+    except PlanError as error:
+        raise PlanError(
+            f"{error.given}: shares={shares} gives each rank this number, with those that it makes again",
+            possible=error.possible,
+            change="choose other shares or another schedule",
         ) from None
 
 

@@ -85,13 +85,13 @@ class Shares:
             rank -= ranks
         raise ValueError(f"rank {rank} is beyond the last one")
 
-    def mean_of(self, rank: int, number: int, *, is_padded: bool = False) -> float:
-        """Return how many micro-batches a mean rank makes while this one makes `number`.
+    def mean_of(self, number: int, made: int) -> float:
+        """Return how many micro-batches a mean rank makes while one makes `number` of `made`.
 
-        A rank that divides the sum of its micro-batches' losses by this has its part of the mean over all. If
-        ranks are padded, `number` counts those without a loss too.
+        A rank that divides the sum of its micro-batches' losses by this has its part of the mean over all.
+        Where ranks are padded, all of them make `most`, some of these without a loss.
         """
-        return number * self.total / self.ranks / (self.most if is_padded else self.of_rank(rank))
+        return number * self.total / self.ranks / made
 
     def before(self, rank: int, number: int) -> int:
         """Return how many of the batch's micro-batches come before a rank's micro-batch `number`."""
@@ -117,7 +117,7 @@ class Shares:
             )
         if ep > 1:
             raise PlanError(
-                f"shares={self} was given with ep={ep}, and ranks along dp exchange tokens in each of them",
+                f"shares={self} was given with ep={ep}, and ranks exchange tokens in each micro-batch",
                 possible="shares with ep=1",
                 change="leave out ep, or leave out shares",
             )

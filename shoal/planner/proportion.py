@@ -3,7 +3,8 @@
 A search gives all data-parallel ranks equally many micro-batches. Where replicas sit on devices that differ,
 each is given the number that lets the slowest be done earliest: the replica whose next micro-batch would be
 done first gets it. Smaller micro-batches divide a batch more finely, but run less well; so every size up to
-the Plan's own is tried. Shares need a sharding that reduces gradients once a step, so those are tried too.
+the Plan's own is tried. Shares save time only with a sharding that reduces gradients once a step, so those
+are tried too.
 The Plan gets shares if they make its step quicker by LEAST_GAIN.
 """
 

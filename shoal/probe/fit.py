@@ -22,7 +22,7 @@ from statistics import fmean, linear_regression
 from typing import Any
 
 from shoal.cluster import Cluster, Device, Level, known_device
-from shoal.cluster.cluster import MOST_JITTER
+from shoal.cluster.cluster import LIMIT_OF_JITTER
 from shoal.cost.time import behind_the_mean, depth_of
 from shoal.probe.grid import least
 from shoal.probe.measurements import (
@@ -157,8 +157,7 @@ def _fit_synchronisations(cluster: Cluster, synchronisations: Sequence[Synchroni
     """Fit jitter and noise: after w seconds of work, waiting takes a w + b sqrt(w), neither below 0.
 
     Least squares of the wait per second of work, since the noise of a time is proportional to it. Where other
-    programs keep a rank from its core for longer than it works, the jitter is the most that a Cluster may
-    have.
+    programs keep a rank from its core for longer than it works, both are the most that a Cluster may have.
     """
     if not synchronisations:
         return cluster
@@ -169,7 +168,9 @@ def _fit_synchronisations(cluster: Cluster, synchronisations: Sequence[Synchroni
     if jitter < 0:
         jitter, noise = 0.0, max(0.0, linear_regression(roots, added, proportional=True).slope)
     behind = behind_the_mean(synchronisations[0].ranks)
-    return cluster.replace(jitter=min(MOST_JITTER, jitter / behind), noise=noise / behind)
+    return cluster.replace(
+        jitter=min(LIMIT_OF_JITTER, jitter / behind), noise=min(LIMIT_OF_JITTER, noise / behind)
+    )
 
 
 def _fit_levels(cluster: Cluster, links: Sequence[CollectiveTime | SendTime], sheet: Sheet) -> Cluster:

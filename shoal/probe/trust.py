@@ -6,7 +6,7 @@ operations that took less than `_HOST` times the quickest of their kind are left
 
 A fit whose median error is larger than `DOUBTFUL` for a kind of operations is not written: the device keeps
 the preset's values of those quantities. If no preset has the device, the fitted values stay, and the
-description's source says that they are doubtful.
+description's source says that they are doubtful. A jitter or a noise above `_MUCH` is written, and told.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DOUBTFUL = 0.25
 """Median error of a kind of operations above which its fit is not used."""
 
 _HOST = 2.5
-_MUCH_JITTER = 0.3
+_MUCH = 0.3  # jitter or noise
 
 _FIELDS: Mapping[str, tuple[str, ...]] = {
     "products fp32": ("product_share", "product_depth"),
@@ -104,12 +104,7 @@ def trusted(
         preset: The device as a data file describes it; None if none does.
     """
     told = tuple(_doubts(errors, preset))
-    unsteady: tuple[str, ...] = ()
-    if fitted.jitter > _MUCH_JITTER:
-        unsteady = (
-            f"the steps of a rank vary by {fitted.jitter:.0%}, where 2 % are usual: end what else runs on "
-            "the machine and probe again, or set jitter in the Cluster",
-        )
+    unsteady = tuple(_unsteadiness(fitted))
     if not told:
         return fitted, unsteady
     doubtful = [each for each in errors if each.median > DOUBTFUL]
@@ -133,4 +128,18 @@ def _doubts(errors: Iterable[FitError], preset: Device | None) -> Iterator[str]:
             f"the fit of {each.quantity} errs by {each.median:.0%} in the median{kept if fields else ''}: "
             "end what else runs on the machine and probe again without --quick, or measure the Plans that "
             "depend on it"
+        )
+
+
+def _unsteadiness(cluster: Cluster) -> Iterator[str]:
+    advice = "end what else runs on the machine and probe again, or set {} in the Cluster"
+    if cluster.jitter > _MUCH:
+        yield (
+            f"steps of ranks vary by {cluster.jitter:.0%} or more, where 2 % are usual: "
+            f"{advice.format('jitter')}"
+        )
+    if cluster.noise > _MUCH:
+        yield (
+            f"work of a second varies by {1e3 * cluster.noise:.0f} ms or more within a step, where 3 ms are "
+            f"usual: {advice.format('noise')}"
         )

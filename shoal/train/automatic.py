@@ -89,7 +89,7 @@ def choose_plan(
             passed_over.append(PassedOver(candidate.plan, error.given))
         else:
             return Resolved(candidate.plan, found, tuple(passed_over))
-    plain = SettledPlan.of(Plan(dp=ranks), config.batch)
+    plain = SettledPlan.of(Plan(dp=ranks, precision=precision or "fp32"), config.batch)
     return Resolved(plain, found, tuple(passed_over))
 
 

@@ -25,7 +25,8 @@ from shoal.train.members_plan import plan_for
 __all__ = ["abort", "execute_elastic"]
 
 _PATIENCE = 600.0  # seconds for the launcher to make another generation, for which it may wait for hosts
-_PAUSE = 0.01  # seconds between two looks for the Plan of a generation
+_PAUSE = 0.02  # seconds between two looks for the Plan of a generation
+_NO_PLAN = "none"
 
 
 def execute_elastic(job: Job, world: World, membership: Membership, stop: StopSignal) -> int:
@@ -66,8 +67,11 @@ def _execute_in(
 ) -> int | BaseException | None:
     """Train in one generation; return the exit code, the error that ended it, or None if it was to end."""
     rank, plan = generation.members.index(membership.member), _plan_in(generation, job, membership, store)
-    if plan is None or rank >= plan.ranks:
-        return None  # others take part, or the Plan has no use for this one
+    if plan is None:
+        return None
+    if rank >= plan.ranks:  # the Plan has no use for this one
+        membership.stand_by(lambda: stop.received is not None)
+        return None
     own = dataclasses.replace(job, plan=plan)
     if generation.number > 0 and (job.path / "run.json").is_file():
         own = dataclasses.replace(own, resume=Resume(Run(job.path), None))
@@ -91,25 +95,30 @@ def _execute_in(
 def _plan_in(generation: Generation, job: Job, membership: Membership, store: Store) -> Plan | None:
     """Return the Plan of a generation, which its first member chooses, as predictions differ between hosts.
 
-    None if other members were chosen meanwhile.
+    None on all members if one of them is due in a newer generation before, or if there is no Plan.
+
+    Raises:
+        UserError: There is no Plan; on the first member.
     """
     members, key = generation.members, f"plan of {generation.number}"
     if len(members) >= job.plan.ranks:
         return job.plan
+    told = ""
     if members[0] == membership.member:
         try:
-            plan = plan_for(job, len(members))
+            told = str(plan_for(job, len(members)))
         except UserError:
-            store.set(key, "")
+            store.set(key, _NO_PLAN)
             raise
-        store.set(key, str(plan))
-        return plan
-    while not store.check([key]):
+        told = store.compare_set(key, "", told).decode()
+    while not told:
         if membership.is_due:
-            return None
-        time.sleep(_PAUSE)
-    told = store.get(key).decode()
-    return Plan.parse(told) if told else plan_for(job, len(members))
+            told = store.compare_set(key, "", _NO_PLAN).decode()
+        elif store.check([key]):
+            told = store.get(key).decode()
+        else:
+            time.sleep(_PAUSE)
+    return None if told == _NO_PLAN else Plan.parse(told)
 
 
 def _leave(failure: BaseException | None) -> None:
@@ -133,16 +142,16 @@ def _forget_frames(failure: BaseException) -> None:
         if id(error) in seen:
             continue
         seen.add(id(error))
-        if error.__traceback__ is not None:  # a frame that is cleared would keep its function's variables
+        if error.__traceback__ is not None:  # clear_frames would leave closures, which hold the layout
             error.add_note("".join(traceback.format_tb(error.__traceback__)))
             error.__traceback__ = None
         waiting += [each for each in (error.__cause__, error.__context__) if each is not None]
 
 
 def _forget_backward() -> None:
-    """Let autograd forget what an error kept from running in a backward: nodes, and the tensors they hold.
+    """Empty this thread's queue of autograd: an error leaves nodes there, and with them tensors.
 
-    They wait in this thread's queue of the CPU until another backward takes them out: this one.
+    The next backward takes them out: this one.
     """
     torch.ones((), requires_grad=True).backward()
 

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
-from torch import nn
-
-from shoal.cluster import Cluster
 from shoal.cost import Costs, Memories
 from shoal.errors import PlanError, UserError
+from shoal.models import Mixture
 from shoal.parallel import require_layout
 from shoal.plan import EQUAL, Plan, SettledPlan, Shares, divisors
 from shoal.simulate import played_seconds
@@ -29,15 +27,15 @@ from shoal.train.config import TrainConfig
 from shoal.train.free_memory import within_memory
 from shoal.train.job import Job
 from shoal.train.located import build_model, shape_of
-from shoal.workload import Workload
 
 __all__ = ["plan_for"]
 
+# Judged, not measured.
 _GAIN = 0.05  # share of a step by which another layout must be quicker
+_MARGIN = 0.1  # share of a device's memory that another layout must leave free
+_START = 0.125  # what each micro-batch takes beside its samples, as a share of the job's micro-batch
 _TRIED = 8  # numbers of ranks for which the planner is asked, until it finds a Plan
 _SIZES = 3  # Plans that are tried for each number of stages: other micro-batches, or fewer replicas
-_START = 0.125  # what each micro-batch takes beside its samples, as a share of the job's micro-batch
-_MARGIN = 0.1  # share of a device's memory that another layout must leave free
 
 
 def plan_for(job: Job, members: int) -> Plan:
@@ -48,36 +46,43 @@ def plan_for(job: Job, members: int) -> Plan:
         members: Number of members that are there.
 
     Raises:
-        PlanError: No Plan is legal for so few ranks.
+        UserError: No Plan is legal for so few ranks, or none is known to be.
     """
     plan = job.plan
     if members >= plan.ranks:
         return plan
-    kept = _with_stages(job, plan.pp, members)
-    if not kept:
-        return _of_planner(job, members, 0)
-    if kept[0].ranks < members and plan.dp < plan.ranks:
-        with contextlib.suppress(UserError):  # the machines, or the model's work, are not known
-            return _quickest(job, members, kept)
-    return kept[0]
+    may_pad = cache(partial(_may_pad, job.config))
+    kept = _with_stages(job, plan.pp, members, may_pad)
+    if kept and (kept[0].ranks == members or plan.dp == plan.ranks):
+        return kept[0]
+    for pp in range(plan.pp - 1, 0, -1):
+        kept = kept or _with_stages(job, pp, members, may_pad)
+    with contextlib.suppress(Exception):  # a prediction that fails must not end a training that could go on
+        return _quickest(job, members, kept, may_pad)
+    return kept[0] if kept else _of_planner(job, members, 0)
 
 
-def _with_stages(job: Job, pp: int, members: int) -> list[SettledPlan]:
+def _may_pad(config: TrainConfig) -> bool:
+    """Return whether ranks may be padded: losses of routers would count what is repeated."""
+    return not any(isinstance(module, Mixture) for module in shape_of(config).modules())
+
+
+def _with_stages(job: Job, pp: int, members: int, may_pad: Callable[[], bool]) -> list[SettledPlan]:
     """Return Plans with `pp` stages for up to so many members; those whose ranks have least to do first."""
-    plan, batch, model = job.plan, job.config.batch, cache(partial(shape_of, job.config))
+    plan, batch = job.plan, job.config.batch
     stages: dict[str, Any] = {} if pp == plan.pp else {"pp": pp, "virtual": None, "split": "cost"}
     if pp == 1 < plan.pp:
         stages |= {"schedule": "1f1b", "activations": None}
     most = batch // plan.dp if plan.microbatch is None else plan.microbatch
 
     def work(found: SettledPlan) -> float:
-        """Return samples of a rank, with those for which it waits, times its share of the layers."""
+        """Return the work of a rank: samples, and those for which it waits, divided by the stages."""
         passes = found.microbatches_of(batch) + pp - 1
         return passes * (found.microbatch + _START * most) / pp
 
     found: list[SettledPlan] = []
     for dp in range(members // (plan.ranks // plan.dp // plan.pp) // pp, 0, -1):
-        if found and work(min(found, key=work)) <= math.ceil(batch / dp) / pp:
+        if found and min(map(work, found)) <= math.ceil(batch / dp) / pp:
             break  # fewer replicas have more to do
         for microbatch in divisors(batch):
             total = batch // microbatch
@@ -86,18 +91,8 @@ def _with_stages(job: Job, pp: int, members: int) -> list[SettledPlan]:
             numbers = [total // dp + (index < total % dp) for index in range(dp)]
             shares = str(Shares.of(numbers)) if total % dp else EQUAL
             changed = _with_copies(plan, batch, **stages, dp=dp, microbatch=microbatch, shares=shares)
-            found += [each for each in changed if not each.is_padded or _suits(job.config, model(), each)]
+            found += [each for each in changed if not each.is_padded or may_pad()]
     return sorted(found, key=work)
-
-
-def _suits(config: TrainConfig, model: nn.Module, plan: Plan) -> bool:
-    """Return whether a Plan can train the configuration's model."""
-    try:
-        require_data_parallel(config, plan)
-        require_layout(model, plan, config.sequence)
-    except UserError:
-        return False
-    return True
 
 
 def _with_copies(plan: Plan, batch: int, *, dp: int, **changes: Any) -> list[SettledPlan]:
@@ -111,65 +106,74 @@ def _with_copies(plan: Plan, batch: int, *, dp: int, **changes: Any) -> list[Set
 
 
 def _of_planner(job: Job, members: int, more_than: int) -> Plan:
-    """Return the planner's Plan for as many members as one is legal for."""
+    """Return the planner's Plan for as many members as one is legal for.
+
+    Raises:
+        UserError: There is none, or the machines or the model's work are not known.
+    """
+    plan = job.plan
     tried = range(members, max(more_than, members - _TRIED), -1)
     for ranks in tried:
         try:
             cluster = None if job.cluster is None else job.cluster.with_devices(ranks)
-            return choose_plan(job.config, ranks, cluster, job.plan.precision).plan
+            found = choose_plan(job.config, ranks, cluster, plan.precision).plan
+            return found.replace(reduce=plan.reduce, compile=plan.compile)
         except UserError:
             if ranks == tried[-1]:
                 raise
-    raise AssertionError("there are no members")
+    raise AssertionError("it is only called for more than `more_than` members")
 
 
-def _quickest(job: Job, members: int, kept: Sequence[SettledPlan]) -> Plan:
+def _quickest(job: Job, members: int, kept: Sequence[SettledPlan], may_pad: Callable[[], bool]) -> Plan:
     """Return the first of the kept Plans, or one that is predicted to be quicker by `_GAIN`.
 
     Raises:
-        UserError: The machines are not known, or the model's work is not.
+        UserError: The machines are not known, or the model's work is not, or no Plan is legal.
     """
     config = job.config
     machines = this_host(config, members) if job.cluster is None else job.cluster
     machines = within_memory(config, machines, members)
     model = build_model(config, "meta" if ":" not in config.model else "cpu")
     workload = workload_of_config(config, model, machines)
+
+    def suits(plan: Plan) -> bool:
+        try:
+            require_data_parallel(config, plan)
+            require_layout(model, plan, config.sequence)
+        except UserError:
+            return False
+        return True
+
+    def seconds(plan: Plan, room: float) -> float:
+        """Return the predicted seconds of a step; infinite if it needs more than this share of the memory."""
+        here, settled = machines.with_devices(plan.ranks), SettledPlan.of(plan, config.batch)
+        needed = Memories(workload, here).fullest(settled, config.batch).required
+        if needed > room * here.device.memory:
+            return math.inf
+        return played_seconds(Costs(workload, here), settled, config.batch)
+
+    kept = [plan for plan in kept if plan.pp == job.plan.pp or suits(plan)]
+    if not kept:
+        return _of_planner(job, members, 0)
     best: Plan = kept[0]
-    least = (1 - _GAIN) * _seconds(workload, machines, best, config.batch, math.inf)
-    for plan in (*kept[1:_SIZES], *_others(job, members, best.ranks)):
-        if not _suits(config, model, plan):
-            continue
+    least = (1 - _GAIN) * seconds(best, math.inf)
+    for plan in (*kept[1:_SIZES], *_others(job, members, best.ranks, len(workload.layers), may_pad)):
         with contextlib.suppress(UserError):  # the machines do not suit it
-            seconds = _seconds(workload, machines, plan, config.batch, 1 - _MARGIN)
-            if seconds < least:
-                least, best = seconds, plan
+            if suits(plan) and (took := seconds(plan, 1 - _MARGIN)) < least:
+                least, best = took, plan
     return best
 
 
-def _others(job: Job, members: int, more_than: int) -> Iterator[Plan]:
-    """Yield Plans with other numbers of stages, and the planner's, on more ranks than `more_than`."""
+def _others(
+    job: Job, members: int, more_than: int, layers: int, may_pad: Callable[[], bool]
+) -> Iterator[Plan]:
+    """Yield Plans on more ranks: with other numbers of stages, and the planner's if all average gradients."""
     plan = job.plan
-    most = members // (plan.ranks // plan.dp // plan.pp) if plan.pp > 1 else 0
+    most = min(layers, members // (plan.ranks // plan.dp // plan.pp)) if plan.pp > 1 else 0
     for pp in range(most, 0, -1):
         if pp != plan.pp:
-            staged = _with_stages(job, pp, members)
+            staged = _with_stages(job, pp, members, may_pad)
             yield from [each for each in staged if each.ranks > more_than][:_SIZES]
-    with contextlib.suppress(UserError):
-        yield _of_planner(job, members, more_than)
-
-
-def _seconds(workload: Workload, machines: Cluster, plan: Plan, batch: int, room: float) -> float:
-    """Return the predicted seconds of a step.
-
-    Raises:
-        UserError: The Plan does not suit the machines, or needs more than `room`, a share of their memory.
-    """
-    here, settled = machines.with_devices(plan.ranks), SettledPlan.of(plan, batch)
-    needed = Memories(workload, here).fullest(settled, batch).required
-    if needed > room * here.device.memory:
-        raise PlanError(
-            f"{plan} needs {needed:.3g} bytes on a device, of {here.device.memory:.3g}",
-            possible="a Plan that leaves a tenth free",
-            change="choose another Plan",
-        )
-    return played_seconds(Costs(workload, here), settled, batch)
+    if plan.exchange in ("bucketed", "naive") and plan.compress == "none" and members > more_than:
+        with contextlib.suppress(UserError):
+            yield _of_planner(job, members, more_than)

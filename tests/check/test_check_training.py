@@ -56,7 +56,15 @@ def test_every_data_parallel_plan_computes_what_one_device_does(ranks, count):
     ],
 )
 def test_other_choices_of_a_plan_do_too(ranks, plan):
-    assert verdict_of(ranks, plan).outcome == "passed"
+    verdict = verdict_of(ranks, plan)
+    assert verdict.outcome == "passed", verdict
+
+
+def test_stages_are_cut_for_the_most_micro_batches_of_a_rank(ranks):
+    """Interleaved stages take an even number of them, and 10 samples on two ranks make five on average."""
+    shape = {**SHAPE, "layers": 4}
+    verdict = verdict_of(ranks, "dp=2,pp=2,schedule=interleaved,shares=6-4", model_options=shape, batch=10)
+    assert verdict.outcome == "passed", verdict
 
 
 @pytest.mark.parametrize("plan", ["dp=2,microbatch=2", "dp=2,ep=2,shard=zero3", "dp=2,shares=1-3"])

@@ -120,6 +120,25 @@ def test_a_broken_generation_ends_communication_once_and_one_that_grows_does_not
     member.close()
 
 
+def test_a_member_stands_by_until_members_change_or_it_is_asked_to_leave_or_all_is_over():
+    store = HashStore()
+    roster = Roster(store)
+    (member,) = members_of(store, 1)
+    roster.announce([0], is_broken=False)
+    member.ready()
+    member.next(10)
+    asked = iter([False, False, True])
+    member.stand_by(lambda: next(asked))
+    assert not member.is_due
+    threading.Timer(0.2, roster.announce, [[0]], {"is_broken": False}).start()
+    member.stand_by(lambda: False)
+    assert member.is_due
+    assert member.next(10).number == 1
+    roster.end()
+    member.stand_by(lambda: False)
+    member.close()
+
+
 def test_of_a_generation_with_a_member_that_is_started_again_the_first_that_stayed_leads():
     """The launcher may be quick enough that nobody sees a generation without it."""
     store = HashStore()

@@ -65,6 +65,7 @@ def test_a_batch_that_shares_do_not_add_up_to_is_refused_with_one_that_they_do(m
 )
 def test_ranks_that_need_each_other_in_each_micro_batch_are_padded(text, is_padded):
     assert Plan.parse(f"dp=2,shares=1-2{text}").is_padded == is_padded
+    assert not Plan.parse(f"dp=2,shares=2x2{text}").is_padded
     assert not Plan.parse(f"dp=2{text}").is_padded
 
 

@@ -159,6 +159,14 @@ def test_ranks_that_wait_for_longer_than_they_work_give_a_cluster_and_a_doubt():
     assert ["vary by 99%" in doubt for doubt in doubts] == [True]
 
 
+def test_a_slice_of_the_scheduler_at_each_meeting_gives_a_cluster_and_a_doubt():
+    times = tuple(SynchronisationTime(2, work, 0.03) for work in (0.002, 0.008, 0.03))
+    cluster = fitted_alone(synchronisations=times)
+    assert (cluster.jitter, cluster.noise) == (0.0, 0.99)
+    _, doubts = trusted(cluster, (), None)
+    assert ["varies by 990 ms" in doubt for doubt in doubts] == [True]
+
+
 def test_one_device_alone_has_a_level_without_links():
     assert [level.devices for level in fitted_alone().levels] == [1]
 

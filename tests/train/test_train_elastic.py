@@ -5,17 +5,22 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._C._distributed_c10d import HashStore
 
 from shoal.cluster import Cluster
-from shoal.launch import EXIT_STOPPED
+from shoal.errors import PlanError
+from shoal.launch import EXIT_STOPPED, Generation
 from shoal.plan import Plan, SettledPlan
 from shoal.run import Run
 from shoal.train import Job, TrainConfig
+from shoal.train.elastic import _plan_in
 from shoal.train.members_plan import plan_for
 
 STEPS, FAULT = 12, 6
@@ -198,7 +203,7 @@ def test_no_rank_has_more_samples_than_with_a_number_of_replicas_that_divides_th
     assert plan.microbatches_of(batch) * plan.microbatch <= batch // dividing
 
 
-@pytest.mark.parametrize("plan", ["tp=2,pp=2", "dp=2,pp=2", "dp=2,tp=2,shard=zero1", "dp=2,cp=2"])
+@pytest.mark.parametrize("plan", ["tp=2,pp=2", "pp=4", "dp=2,pp=2", "dp=2,tp=2,shard=zero1", "dp=2,cp=2"])
 def test_what_a_lost_rank_did_goes_to_all_others_where_that_is_quicker(plan):
     machines = {"cluster": Cluster.preset("dgx-h100").with_devices(4), "config": {"model": "1b"}}
     assert plan_for(job(plan, 24, **machines), 3).ranks == 3
@@ -210,6 +215,16 @@ def test_a_model_with_routers_is_not_padded():
     assert plan_for(job("dp=4", 16, **experts), 3).dp == 3
 
 
+def test_without_a_whole_replica_and_without_predictions_there_are_fewer_stages():
+    unknown = {"config": {"model": "nowhere:model"}}
+    assert str(plan_for(job("pp=4,split=1-1-1-1,microbatch=1", 16, **unknown), 3)) == "dp=1,pp=3,microbatch=1"
+
+
+def test_local_updates_are_not_given_up_for_a_quicker_plan():
+    machines = {"cluster": Cluster.preset("dgx-h100").with_devices(8), "config": {"model": "1b"}}
+    assert plan_for(job("dp=4,tp=2,exchange=local,every=4", 24, **machines), 7).exchange == "local"
+
+
 def test_a_replica_that_has_both_cores_is_not_cut_over_more_ranks():
     cores = Cluster.preset("laptop").with_cores(2).with_devices(4)
     assert plan_for(job("dp=2,pp=2", 16, cluster=cores), 3).ranks == 2
@@ -218,3 +233,51 @@ def test_a_replica_that_has_both_cores_is_not_cut_over_more_ranks():
 def test_a_plan_that_is_chosen_anew_keeps_the_precision():
     machines = {"cluster": Cluster.preset("dgx-h100").with_devices(4), "config": {"model": "1b"}}
     assert plan_for(job("tp=4,precision=fp32", 24, **machines), 3).precision == "fp32"
+
+
+class OneMember:
+    """What `_plan_in` asks of a Membership."""
+
+    def __init__(self, member: int) -> None:
+        self.member = member
+        self.is_due = False
+
+
+@pytest.mark.parametrize("due", [None, 0, 1, 2])
+def test_all_members_go_on_with_one_plan_or_all_go_to_the_newer_generation(monkeypatch, due):
+    """The first member chooses slowly, and meanwhile one learns that there is a newer generation."""
+    given, store, found = job("dp=4", 16), HashStore(), {}
+    members = [OneMember(number) for number in range(3)]
+
+    def slow(job: Job, count: int) -> Plan:
+        time.sleep(0.2)
+        if due is not None:
+            members[due].is_due = True
+            time.sleep(0.2)
+        return plan_for(job, count)
+
+    monkeypatch.setattr("shoal.train.elastic.plan_for", slow)
+    generation = Generation(5, (0, 1, 2))
+
+    def choose(each: OneMember) -> None:
+        found[each.member] = _plan_in(generation, given, each, store)
+
+    threads = [threading.Thread(target=choose, args=[each]) for each in members]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # The first one goes on, with all others, though it is due: the next generation comes after a step.
+    expected = None if due in (1, 2) else plan_for(given, 3)
+    assert found == dict.fromkeys(range(3), expected)
+
+
+def test_members_learn_that_the_first_one_has_no_plan(monkeypatch):
+    def none(job: Job, count: int) -> Plan:
+        raise PlanError("there is none", possible="nothing", change="nothing")
+
+    monkeypatch.setattr("shoal.train.elastic.plan_for", none)
+    given, store, generation = job("dp=4", 16), HashStore(), Generation(5, (0, 1, 2))
+    with pytest.raises(PlanError):
+        _plan_in(generation, given, OneMember(0), store)
+    assert _plan_in(generation, given, OneMember(1), store) is None

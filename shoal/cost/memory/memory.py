@@ -175,7 +175,8 @@ class Memories:
         tiers = plan.tiers
         cut: tuple[object, ...] = (layout, plan.recomputed.blocks, tiers.activations, tiers.blocks)
         if plan.pp > 1:
-            cut = *cut, plan.pp, plan.schedule, plan.virtual, plan.activations, plan.split, batch // plan.dp
+            cut = *cut, plan.pp, plan.schedule, plan.virtual, plan.activations, plan.split
+            cut = *cut, plan.microbatches_of(batch) * plan.microbatch
         if self._kinds is not None:
             cut = *cut, plan.dp, plan.order
         key = (*cut, plan.shard, plan.bucket) if plan.sharding.communicates_each_micro_batch else cut

@@ -119,7 +119,7 @@ def calibrate(cluster: Cluster, observations: Sequence[Observation]) -> Calibrat
         ConfigError: A run's ranks did unequal work, by the Plan's `shares`: quantities are means over ranks.
     """
     for each in observations:
-        if each.plan.shared is not None:
+        if each.plan.shared is not None and not each.plan.is_padded:
             raise ConfigError(
                 f"a run of the Plan {each.plan} was given, whose ranks do unequal work",
                 possible="runs without shares",

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.cluster import Cluster, Device
-from shoal.cluster.cluster import MOST_JITTER
+from shoal.cluster.cluster import LIMIT_OF_JITTER
 
 __all__ = [
     "with_all_rates",
@@ -64,7 +64,7 @@ def with_product_rates(cluster: Cluster, factor: float) -> Cluster:
 
 def with_steadiness(cluster: Cluster, factor: float) -> Cluster:
     """Return the Cluster with its jitter divided by a factor."""
-    return cluster.replace(jitter=min(MOST_JITTER, (cluster.jitter or _STEADY) / factor))
+    return cluster.replace(jitter=min(LIMIT_OF_JITTER, (cluster.jitter or _STEADY) / factor))
 
 
 def with_level_rate(cluster: Cluster, factor: float, *, index: int) -> Cluster:

@@ -47,12 +47,12 @@ class Batch(NamedTuple):
         return SettledPlan.of(plan, self.samples).microbatch
 
     def micro_batches(self, plan: Plan) -> int:
-        """Return the number of forwards of one rank.
+        """Return the number of forwards of one rank; with shares, the most.
 
         Raises:
             PlanError: See `microbatch`.
         """
-        return self.samples // plan.dp // self.microbatch(plan)
+        return SettledPlan.of(plan, self.samples).microbatches_of(self.samples)
 
 
 def with_memory(
