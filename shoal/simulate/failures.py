@@ -216,7 +216,8 @@ class _Player:
         model = self._model
         speed = replicas / model.replicas
         failure = self._now + self._to_failure(speed)
-        back = self._repairs[0] if self._repairs and replicas < model.replicas else math.inf
+        # A node may have come back while the run saved or recovered.
+        back = max(self._now, self._repairs[0]) if self._repairs and replicas < model.replicas else math.inf
         full = self._now + (self._section - self._unsaved) * self._stretch / speed
         until = min(failure, back, full, self._end)
         passed = until - self._now

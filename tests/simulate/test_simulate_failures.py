@@ -5,7 +5,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from shoal.cluster import Cluster, Device, Level
@@ -115,6 +115,14 @@ def test_each_measure_gains_what_it_is_for():
     ),
     st.integers(0, 1000),
 )
+@example(  # a node comes back during a save, with fewer replicas than the run has
+    FailureModel(
+        nodes=12, replicas=3, between=10.0, step=2.0, save=1.0, interval=1, detection=1.0, restart=1.0,
+        restart_tail="exponential", hardware=1.0, repair=2.0, repair_tail="fixed", spares=1, copies=1, copy=0.0,
+        shrinks=True, grow=0.0,
+    ),
+    0,
+)  # fmt: skip
 def test_the_parts_of_any_run_sum_to_its_seconds(any_model, seed):
     course = failure_course(any_model, 5_000.0, random.Random(seed))
     assert course.seconds == pytest.approx(5_000.0)
