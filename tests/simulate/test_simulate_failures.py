@@ -118,8 +118,8 @@ def test_each_measure_gains_what_it_is_for():
 @example(  # a node comes back during a save, with fewer replicas than the run has
     FailureModel(
         nodes=12, replicas=3, between=10.0, step=2.0, save=1.0, interval=1, detection=1.0, restart=1.0,
-        restart_tail="exponential", hardware=1.0, repair=2.0, repair_tail="fixed", spares=1, copies=1, copy=0.0,
-        shrinks=True, grow=0.0,
+        restart_tail="exponential", hardware=1.0, repair=2.0, repair_tail="fixed", spares=1, copies=1,
+        copy=0.0, shrinks=True, grow=0.0,
     ),
     0,
 )  # fmt: skip
