@@ -299,10 +299,8 @@ class Plan:
     @property
     def is_padded(self) -> bool:
         """Whether ranks with fewer micro-batches than others make some without a loss: see `Shares`."""
-        shares = self.shared
-        if shares is None or len(shares.runs) == 1:
-            return False
-        return self.sharding.communicates_each_micro_batch or self.pp > 1
+        differ = self.shared is not None and len(self.shared.runs) > 1
+        return differ and (self.sharding.communicates_each_micro_batch or self.pp > 1)
 
     @property
     def tiers(self) -> Tiers:

@@ -48,8 +48,10 @@ class SettledPlan(Plan):
             lower, upper = batch // plan.dp * plan.dp, (batch // plan.dp + 1) * plan.dp
             raise PlanError(
                 f"a batch of {batch} does not divide over dp={plan.dp} ranks",
-                possible=f"the batch is a multiple of {plan.dp}",
-                change="choose a batch of " + (f"{lower} or {upper}" if lower > 0 else f"{upper}"),
+                possible=f"the batch is a multiple of {plan.dp}, or shares cut it",
+                change="choose a batch of "
+                + (f"{lower} or {upper}" if lower > 0 else f"{upper}")
+                + _shares_that_cut(plan, batch),
             )
         local = batch // plan.dp
         microbatch = _largest_microbatch(plan, local) if plan.microbatch is None else plan.microbatch
@@ -97,6 +99,18 @@ def _require_schedule_takes_shares(plan: Plan, shares: Shares) -> None:
             possible=error.possible,
             change="choose other shares or another schedule",
         ) from None
+
+
+def _shares_that_cut(plan: Plan, batch: int) -> str:
+    """Return the advice to write shares for a batch that does not divide; empty if the Plan takes none."""
+    if batch < plan.dp:
+        return ""
+    shares = str(Shares.of(batch // plan.dp + (index < batch % plan.dp) for index in range(plan.dp)))
+    try:
+        SettledPlan.of(plan.replace(shares=shares, microbatch=1), batch)
+    except PlanError:
+        return ""
+    return f", or write microbatch=1,shares={shares}"
 
 
 def _largest_microbatch(plan: Plan, local: int) -> int:

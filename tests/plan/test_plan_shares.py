@@ -74,6 +74,20 @@ def test_a_schedule_that_cannot_take_the_most_micro_batches_refuses_shares():
         SettledPlan.of(Plan.parse("dp=2,pp=2,schedule=interleaved,shares=3-1"), 4)
 
 
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        ("dp=3,shard=zero3", "choose a batch of 15 or 18, or write microbatch=1,shares=6-5x2"),
+        ("dp=3,ep=3", "choose a batch of 15 or 18"),
+        ("dp=32", "choose a batch of 32"),
+    ],
+)
+def test_a_batch_that_does_not_divide_is_refused_with_shares_that_cut_it(text, advice):
+    with pytest.raises(PlanError) as refused:
+        SettledPlan.of(Plan.parse(text), 16)
+    assert refused.value.change == advice
+
+
 def test_shares_settle_the_micro_batch_and_the_fullest_rank_counts():
     plan = SettledPlan.of(Plan(dp=4, shares="3-3-3-2"), 22)
     assert (plan.microbatch, plan.microbatches_of(22), str(plan)) == (2, 3, "dp=4,microbatch=2,shares=3x3-2")
