@@ -5,6 +5,7 @@ import io
 import os
 import runpy
 import sys
+import time
 from pathlib import Path
 from unittest.mock import patch
 
@@ -32,7 +33,11 @@ def _as_rank(file, arguments, port):
         patch("sys.argv", [file.name, *arguments]),
         contextlib.redirect_stdout(printed),
     ):
-        runpy.run_path(str(file), run_name="__main__")
+        names = runpy.run_path(str(file), run_name="__main__")
+        # Gloo's thread needs the interpreter's lock to drop its last work. DDP's reducer would wait for that
+        # thread with the lock held, if it were the last to hold the group.
+        time.sleep(0.2)
+        del names
     if "accelerate" in sys.modules:  # it remembers the environment for as long as a process lives
         sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
     for each in set(sys.modules) - before:
