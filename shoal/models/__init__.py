@@ -12,7 +12,7 @@ from shoal.models.classifier import Classifier, is_classifier, new_parameters
 from shoal.models.config import TransformerConfig
 from shoal.models.documents import Documents
 from shoal.models.dropout import Dropout, token_keys
-from shoal.models.experts import Mixture, auxiliary_loss, set_auxiliary_scale
+from shoal.models.experts import Mixture, auxiliary_loss, mixtures_of, set_auxiliary_scale
 from shoal.models.hugging_face import can_read_in_parts, classifier_of
 from shoal.models.loading import build, build_or_task, find_factory
 from shoal.models.lora import (
@@ -62,6 +62,7 @@ __all__ = [
     "llama_name",
     "logits_of",
     "map_tensors",
+    "mixtures_of",
     "new_parameters",
     "next_token_loss",
     "plain_name",

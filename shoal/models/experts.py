@@ -32,6 +32,7 @@ from shoal.models.expert_products import Multiply, multiply_by_experts
 __all__ = [
     "Mixture",
     "auxiliary_loss",
+    "mixtures_of",
     "run_experts",
     "set_auxiliary_scale",
     "within_capacity",
@@ -202,6 +203,11 @@ def auxiliary_loss(model: nn.Module) -> Tensor | None:
     return torch.stack(losses).sum() if losses else None
 
 
+def mixtures_of(model: nn.Module) -> list[Mixture]:
+    """Return the layers of experts of a model."""
+    return [module for module in model.modules() if isinstance(module, Mixture)]
+
+
 def set_auxiliary_scale(model: nn.Module, scale: float | Tensor) -> None:
     """Set the factor by which a forward's mean loss is multiplied before its backward, until the next call.
 
@@ -209,9 +215,8 @@ def set_auxiliary_scale(model: nn.Module, scale: float | Tensor) -> None:
         model: A model that may hold `Mixture`s.
         scale: The factor, such as `1 / micro_batches` if gradients of micro-batches are added up.
     """
-    for module in model.modules():
-        if isinstance(module, Mixture):
-            module.auxiliary_scale = scale
+    for mixture in mixtures_of(model):
+        mixture.auxiliary_scale = scale
 
 
 class _AddLoss(torch.autograd.Function):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shoal.errors import ModelError, PlanError
-from shoal.models import Mixture, Transformer
+from shoal.models import Transformer, mixtures_of
 from shoal.parallel.axes import Axes
 from shoal.parallel.compiled import compile_blocks
 from shoal.parallel.context.context import context_parallel, require_context
@@ -301,7 +301,7 @@ def require_layout(model: nn.Module, plan: Plan, sequence: int, layout: TensorLa
 
 def _require_counted_routers(model: nn.Module, plan: Plan) -> None:
     """Refuse a model with routers if ranks are padded: their losses would count what is repeated."""
-    if plan.is_padded and any(isinstance(module, Mixture) for module in model.modules()):
+    if plan.is_padded and mixtures_of(model):
         raise PlanError(
             f"shares={plan.shares} was given with shard={plan.shard}, pp={plan.pp}, and the losses of the "
             "model's routers would count micro-batches that are made again",

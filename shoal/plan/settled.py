@@ -105,7 +105,7 @@ def _shares_that_cut(plan: Plan, batch: int) -> str:
     """Return the advice to write shares for a batch that does not divide; empty if the Plan takes none."""
     if batch < plan.dp:
         return ""
-    shares = str(Shares.of(batch // plan.dp + (index < batch % plan.dp) for index in range(plan.dp)))
+    shares = str(Shares.even(batch, plan.dp))
     try:
         SettledPlan.of(plan.replace(shares=shares, microbatch=1), batch)
     except PlanError:

@@ -51,6 +51,11 @@ class Shares:
         return cls(tuple((number, len(list(alike))) for number, alike in groupby(numbers)))
 
     @classmethod
+    def even(cls, total: int, ranks: int) -> Self:
+        """Return the Shares of so many micro-batches over ranks, of which the first may have one more."""
+        return cls.of(total // ranks + (rank < total % ranks) for rank in range(ranks))
+
+    @classmethod
     def parse(cls, text: str) -> Self:
         """Read the text form, such as `3x24-2x8`.
 

@@ -23,7 +23,15 @@ from shoal.train.located import build_model
 from shoal.train.optimizer import needs_whole_parameters
 from shoal.workload import Workload, transformer_shape, with_adapters
 
-__all__ = ["AUTOMATIC", "PassedOver", "Resolved", "choose_plan", "this_host", "workload_of_config"]
+__all__ = [
+    "AUTOMATIC",
+    "PassedOver",
+    "Resolved",
+    "choose_plan",
+    "machines_and_work",
+    "this_host",
+    "workload_of_config",
+]
 
 AUTOMATIC = "auto"
 """The word in a configuration that stands for the planner's choice of a Plan."""
@@ -73,9 +81,8 @@ def choose_plan(
         ClusterError: The host's GPUs are unknown.
         PlanError: No Plan for this many ranks is legal, or none fits.
     """
-    model = build_model(config, "meta" if ":" not in config.model else "cpu")
-    found = this_host(config, ranks) if cluster is None else cluster
-    workload, machines = workload_of_config(config, model, found), within_memory(config, found, ranks)
+    found, model, workload = machines_and_work(config, ranks, cluster)
+    machines = within_memory(config, found, ranks)
     may_offload = not needs_whole_parameters(config.optimizer)
     choice = choose(
         workload, machines, config.batch, limit=_LOOKED_AT, precision=precision, may_offload=may_offload
@@ -91,6 +98,20 @@ def choose_plan(
             return Resolved(candidate.plan, found, tuple(passed_over))
     plain = SettledPlan.of(Plan(dp=ranks, precision=precision or "fp32"), config.batch)
     return Resolved(plain, found, tuple(passed_over))
+
+
+def machines_and_work(
+    config: TrainConfig, ranks: int, cluster: Cluster | None
+) -> tuple[Cluster, nn.Module, Workload]:
+    """Return what predictions need: the machines, or this host if none are given; the model; and its work.
+
+    Raises:
+        ConfigError: The model's work cannot be traced.
+        ClusterError: The host's GPUs are unknown.
+    """
+    machines = this_host(config, ranks) if cluster is None else cluster
+    model = build_model(config, "meta" if ":" not in config.model else "cpu")
+    return machines, model, workload_of_config(config, model, machines)
 
 
 def workload_of_config(config: TrainConfig, model: nn.Module, cluster: Cluster) -> Workload:

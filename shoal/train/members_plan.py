@@ -17,16 +17,16 @@ from typing import Any
 
 from shoal.cost import Costs, Memories
 from shoal.errors import PlanError, UserError
-from shoal.models import Mixture
+from shoal.models import mixtures_of
 from shoal.parallel import require_layout
 from shoal.plan import EQUAL, Plan, SettledPlan, Shares, divisors
 from shoal.simulate import played_seconds
-from shoal.train.automatic import choose_plan, this_host, workload_of_config
+from shoal.train.automatic import choose_plan, machines_and_work
 from shoal.train.classes import require_data_parallel
 from shoal.train.config import TrainConfig
 from shoal.train.free_memory import within_memory
 from shoal.train.job import Job
-from shoal.train.located import build_model, shape_of
+from shoal.train.located import shape_of
 
 __all__ = ["plan_for"]
 
@@ -57,14 +57,16 @@ def plan_for(job: Job, members: int) -> Plan:
         return kept[0]
     for pp in range(plan.pp - 1, 0, -1):
         kept = kept or _with_stages(job, pp, members, may_pad)
+    if not kept:
+        return _of_planner(job, members, 0)
     with contextlib.suppress(Exception):  # a prediction that fails must not end a training that could go on
         return _quickest(job, members, kept, may_pad)
-    return kept[0] if kept else _of_planner(job, members, 0)
+    return kept[0]
 
 
 def _may_pad(config: TrainConfig) -> bool:
     """Return whether ranks may be padded: losses of routers would count what is repeated."""
-    return not any(isinstance(module, Mixture) for module in shape_of(config).modules())
+    return not mixtures_of(shape_of(config))
 
 
 def _with_stages(job: Job, pp: int, members: int, may_pad: Callable[[], bool]) -> list[SettledPlan]:
@@ -88,8 +90,7 @@ def _with_stages(job: Job, pp: int, members: int, may_pad: Callable[[], bool]) -
             total = batch // microbatch
             if microbatch > most or total < dp:
                 continue
-            numbers = [total // dp + (index < total % dp) for index in range(dp)]
-            shares = str(Shares.of(numbers)) if total % dp else EQUAL
+            shares = str(Shares.even(total, dp)) if total % dp else EQUAL
             changed = _with_copies(plan, batch, **stages, dp=dp, microbatch=microbatch, shares=shares)
             found += [each for each in changed if not each.is_padded or may_pad()]
     return sorted(found, key=work)
@@ -131,10 +132,8 @@ def _quickest(job: Job, members: int, kept: Sequence[SettledPlan], may_pad: Call
         UserError: The machines are not known, or the model's work is not, or no Plan is legal.
     """
     config = job.config
-    machines = this_host(config, members) if job.cluster is None else job.cluster
+    machines, model, workload = machines_and_work(config, members, job.cluster)
     machines = within_memory(config, machines, members)
-    model = build_model(config, "meta" if ":" not in config.model else "cpu")
-    workload = workload_of_config(config, model, machines)
 
     def suits(plan: Plan) -> bool:
         try:

@@ -11,9 +11,8 @@ from shoal.cost import Memories
 from shoal.errors import PlanError, UserError
 from shoal.plan import SettledPlan
 from shoal.planner import choose
-from shoal.train.automatic import this_host, workload_of_config
+from shoal.train.automatic import machines_and_work
 from shoal.train.config import TrainConfig
-from shoal.train.located import build_model
 from shoal.units import format_bytes
 
 __all__ = ["does_not_fit", "is_out_of_memory"]
@@ -51,9 +50,8 @@ def does_not_fit(
     given = f"step {step} does not fit in the memory of rank {rank}, under {plan}: {why}"
     change = "choose a Plan that needs less"
     try:
-        machines = this_host(config, plan.ranks) if cluster is None else cluster
-        model = build_model(config, "meta" if ":" not in config.model else "cpu")
-        memories = Memories(workload_of_config(config, model, machines), machines)
+        machines, _, workload = machines_and_work(config, plan.ranks, cluster)
+        memories = Memories(workload, machines)
         fullest = memories.fullest(plan, config.batch)
         largest, needed = fullest.largest, fullest.peak
         part = f"{largest}, {_size(fullest.parts[largest])} of {_size(needed)}"

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shoal.errors import ModelError, PlanError
-from shoal.models import Mixture
+from shoal.models import Mixture, mixtures_of
 from shoal.models.expert_products import Multiply, multiply_by_experts
 from shoal.models.experts import run_experts, within_capacity
 from shoal.parallel.communication import Axis, new_buffer
@@ -61,7 +61,7 @@ def expert_parallel(
         PlanError: The axis does not divide the number of experts.
     """
     require_experts(model, axis.size)
-    for mixture in _mixtures(model):
+    for mixture in mixtures_of(model):
         if axis.size > 1:
             mixture.compute = partial(exchange_with_experts, axis=axis)
         if sequence_axis is not None and sequence_axis.size > 1:
@@ -78,7 +78,7 @@ def require_experts(model: nn.Module, size: int) -> None:
         ModelError: The model has no `Mixture`.
         PlanError: The experts do not divide over the ranks.
     """
-    mixtures = _mixtures(model)
+    mixtures = mixtures_of(model)
     if not mixtures and size > 1:
         raise ModelError(
             f"{type(model).__name__} has no experts to divide over {size} ranks",
@@ -92,10 +92,6 @@ def require_experts(model: nn.Module, size: int) -> None:
                 possible=f"ep of {', '.join(map(str, divisors(mixture.experts)))}",
                 change="change ep, or the model's `experts`",
             )
-
-
-def _mixtures(model: nn.Module) -> list[Mixture]:
-    return [module for module in model.modules() if isinstance(module, Mixture)]
 
 
 def cut_experts(model: nn.Module, axis: Axis) -> dict[str, Cut]:
