@@ -42,7 +42,7 @@ _NEWEST = "newest"
 _OVER = "over"
 _LOOK = 0.02  # seconds between two looks at the store of a member that waits
 _WATCH = 0.05  # seconds between two looks while it trains
-_STAND_BY = 0.1  # and while others train without it
+_STAND_BY = 0.1  # seconds between two looks while others train without it
 
 
 @dataclass(frozen=True, slots=True)

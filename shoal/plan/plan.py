@@ -61,7 +61,7 @@ class Plan:
         microbatch: Sequences in one forward of one rank. None for the whole of the rank's batch; with pp > 1,
             for the largest that makes four micro-batches for each stage, or as many as possible.
         shares: The micro-batches of each rank along dp in a step: equally many (equal), or a number for each,
-            such as 3x24-2x8, three on each of 24 ranks and two on each of 8. Ranks on slow devices may so do
+            such as 3x24-2x8, three on each of 24 ranks and two on each of 8. Ranks on slow devices then do
             less, and a batch need not divide over dp. Needs ep=1. With zero2, zero3 or zero3-once, and with
             pp > 1, a rank with fewer makes its last one again without counting it: others wait for it.
         exchange: How workers exchange what they learn; a worker is one replica of the model. They average
