@@ -38,20 +38,21 @@ SECONDS = 0.02  # of a micro-batch on a rank that is not slow
 
 
 def work(plan: str, rank: int, batch: int, steps: int, seconds: float, port: int, told: Any) -> None:
-    """Train as one rank; tell the median seconds of a step."""
+    """Train as one rank; tell the rank, the median seconds of a step, and its micro-batches."""
     torch.set_num_threads(1)
     ranks = Plan.parse(plan).ranks
     if ranks > 1:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         dist.init_process_group("shoal", rank=rank, world_size=ranks)
     torch.manual_seed(0)
+    loss = Waiting(seconds)
     trainer = Trainer(
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)),
         Data(),
         plan,
         batch=batch,
         steps=steps,
-        loss=Waiting(seconds),
+        loss=loss,
         optimizer=OptimizerConfig(learning_rate=1e-4, clip=None),
     )
     taken = []
@@ -59,14 +60,14 @@ def work(plan: str, rank: int, batch: int, steps: int, seconds: float, port: int
         began = time.perf_counter()
         trainer.step().loss  # noqa: B018  # waits for the step's end
         taken.append(time.perf_counter() - began)
-    told.put(median(taken[2:]))
+    told.put((rank, median(taken[2:]), loss.times // steps))
     trainer.close()
     if ranks > 1:
         dist.destroy_process_group()
 
 
-def measured(plan: str, speeds: Sequence[float], batch: int, steps: int) -> float:
-    """Return the seconds of a step on ranks that take these seconds for a micro-batch."""
+def measured(plan: str, speeds: Sequence[float], batch: int, steps: int) -> tuple[float, list[int]]:
+    """Return the seconds of a step and each rank's micro-batches, on ranks that take this long for one."""
     context = multiprocessing.get_context("fork")
     told = context.Queue()
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -77,10 +78,10 @@ def measured(plan: str, speeds: Sequence[float], batch: int, steps: int) -> floa
     ]
     for process in processes:
         process.start()
-    seconds = max(told.get(timeout=300) for _ in processes)
+    ranks = sorted(told.get(timeout=300) for _ in processes)
     for process in processes:
         process.join(30)
-    return seconds
+    return max(seconds for _, seconds, _ in ranks), [number for _, _, number in ranks]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -90,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=10, help="steps of a training; default 10")
     options = parser.parse_args(arguments)
     each = MICRO_BATCHES // RANKS
-    beside = measured("dp=1,microbatch=1", [SECONDS], each, options.steps) / each - SECONDS
+    beside = measured("dp=1,microbatch=1", [SECONDS], each, options.steps)[0] / each - SECONDS
     speeds = [SECONDS] * (RANKS - 1) + [SECONDS / options.pace]
     taken = [seconds + beside for seconds in speeds]
     numbers = in_proportion(taken, MICRO_BATCHES)
@@ -100,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for turn in range(options.rounds):
         for text in shares if turn % 2 == 0 else reversed(shares):
             plan = f"dp={RANKS},microbatch=1,shares={text}"
-            found[text].append(measured(plan, speeds, MICRO_BATCHES, options.steps))
+            found[text].append(measured(plan, speeds, MICRO_BATCHES, options.steps)[0])
     print(
         f"{describe()}\n\nA micro-batch takes {taken[0] * 1e3:.1f} ms on three ranks and "
         f"{taken[-1] * 1e3:.1f} ms on the last; {MICRO_BATCHES} micro-batches a step, {options.steps} steps; "

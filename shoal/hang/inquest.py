@@ -81,9 +81,12 @@ def hold_inquest(
     """
     found = _examine(peers, ledgers, host)
     states = [each.state for each in found]
-    # What cannot be written is only lost for readers after the run.
+    # What cannot be written is only lost for readers after the run. The stacks come first: another host that
+    # sees this host's file may end the run.
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
+        for each in found:
+            _write(_file(folder, each), _text(each, reason))
         data = {
             "when": time.time(),
             "group": group,
@@ -94,8 +97,6 @@ def hold_inquest(
     verdict = judge(_with_other_hosts(states, folder, group, ranks))
     causes = [each for each in found if each.state.rank in verdict.ranks and _is_alive(each.state)]
     with contextlib.suppress(OSError):
-        for each in found:
-            _write(_file(folder, each), _text(each, reason))
         _write(folder / "verdict.txt", f"{verdict}\n")
         with ThreadPoolExecutor(_DEBUGGERS) as pool:
             native = pool.map(lambda each: native_stacks(each.state.pid, _DEBUG), causes[:_DEBUGGERS])
