@@ -27,6 +27,9 @@ DRAWN = random.Random(os.environ.get("FAULT_SEED"))
 FAULT = DRAWN.randrange(4, 9)
 """Steps that are made before the fault is armed."""
 
+EVERY = 3
+"""Steps between two saves."""
+
 OF_NETWORK = ("cut", "one-way", "throttle")
 HEADROOM = 32 << 20  # bytes of memory that are left to a process that has no more
 
@@ -183,7 +186,9 @@ def begin(step: int, steps: int) -> float:
     global handle
     if KIND == PHASE == "":
         return 1.0
-    if (KIND, PHASE) == ("corrupt", "save") and (HERE / "struck").exists():
+    if (KIND, PHASE) == ("corrupt", "save") and (step >= FAULT + EVERY or (HERE / "struck").exists()):
+        while not (HERE / "struck").exists():  # a save is under way, and the training could end before it
+            time.sleep(0.002)
         while not (CHECKPOINTS / (HERE / "corrupted").read_text()).exists():
             time.sleep(0.002)
         kill_launcher()  # the next start must find what is wrong with the checkpoint

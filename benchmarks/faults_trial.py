@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from faults_struck import OF_NETWORK
+from faults_struck import EVERY, OF_NETWORK
 from faults_traces import failures, is_in, is_rank, json_lines, last_line, namespace_of
 
 from shoal.launch.nursery import ForkedRank
@@ -242,7 +242,7 @@ class Trial:
             "validation.samples=8",
             f"steps={steps}",
             "optimizer.schedule=faults_struck:begin",
-            "checkpoint.every=3",
+            f"checkpoint.every={EVERY}",
             "compare_replicas=1",
             "timeout=20",
         )

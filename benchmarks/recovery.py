@@ -249,6 +249,7 @@ def main() -> None:
     )
     parser.add_argument("--every", type=int, default=50, help="steps between two saves on disk; default 50")
     parser.add_argument("--cost-rounds", type=int, default=8, help="rounds of the steady cost; default 8")
+    parser.add_argument("--cost-seconds", type=float, default=4.0, help="of one of its turns; default 4")
     parser.add_argument("--large", type=int, default=0, help="losses of a rank of a large model; default 0")
     parser.add_argument("--seed", type=int, default=1, help="default 1")
     parser.add_argument("--only", default="", help="contestants whose names have one of these, with commas")
@@ -268,7 +269,7 @@ def main() -> None:
             found = recoveries(Task(model, options.every), chosen, options.rounds, options.seed, raw)
             lines += [f"## {model}: a rank is lost", "", *recovery_table(found), ""]
         if options.cost_rounds:
-            table = cost_table(model, options.cost_rounds, names, say)
+            table = cost_table(model, options.cost_rounds, options.cost_seconds, names, say)
             lines += [f"## {model}: steady cost", "", *table, ""]
     if options.large:
         lines += ["## 1b: a rank is lost", "", *large_table(options.large, options.seed, raw), ""]

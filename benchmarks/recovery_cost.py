@@ -6,6 +6,7 @@ whose turn it is not are stopped, with their launchers and lighthouse.
 
 from __future__ import annotations
 
+import math
 import signal
 import tempfile
 import time
@@ -19,26 +20,28 @@ from recovery_contestants import CONTESTANTS, PLAIN, Contestant, Task, Training
 
 __all__ = ["cost_table", "spread"]
 
-_SECONDS = 4.0  # of a turn, about
 _WAKE = 1.0  # seconds for launchers and heartbeats to come round
 
 
-def cost_table(model: str, rounds: int, names: list[str], say: Callable[[str], object]) -> list[str]:
+def cost_table(
+    model: str, rounds: int, seconds: float, names: list[str], say: Callable[[str], object]
+) -> list[str]:
     """Return the rows of the table of steady costs.
 
     Args:
         model: A preset.
         rounds: Turns of each training.
+        seconds: Of a turn, about.
         names: Contestants that may be measured.
         say: Told how far it is.
     """
     chosen = [each for each in CONTESTANTS if each.name in names and each.without]
     needed = [each for each in PLAIN if any(each.name == one.without for one in chosen)]
-    seconds = _measured(Task(model, 0), [*needed, *chosen], rounds, say)
+    found = _measured(Task(model, 0), [*needed, *chosen], rounds, seconds, say)
     rows = ["| | step, ms | over | ratio |", "| --- | ---: | --- | ---: |"]
     for each in [*needed, *chosen]:
-        turns, over = seconds[each.name], seconds[each.without] if each.without else []
-        ratio = spread([on / off for on, off in zip(turns, over, strict=True)], 3) if over else ""
+        turns, over = found[each.name], found[each.without] if each.without else []
+        ratio = _ratio([on / off for on, off in zip(turns, over, strict=True)]) if over else ""
         rows.append(f"| {each.name} | {spread([1e3 * turn for turn in turns])} | {each.without} | {ratio} |")
     return rows
 
@@ -48,13 +51,23 @@ def spread(values: list[float], digits: int = 2) -> str:
     return f"{median(values):.{digits}f} ({min(values):.{digits}f} to {max(values):.{digits}f})"
 
 
+def _ratio(values: list[float]) -> str:
+    """Return the median with its range, and with the interval that has the true one in 95 % of cases."""
+    ordered = sorted(values)
+    # The number of values below the true median is binomial with one half.
+    low = round(len(values) / 2 - 0.98 * math.sqrt(len(values))) - 1
+    if low < 0:
+        return spread(values, 3)
+    return f"{spread(values, 3)}, 95 % sure {ordered[low]:.3f} to {ordered[-1 - low]:.3f}"
+
+
 def _measured(
-    task: Task, contestants: list[Contestant], rounds: int, say: Callable[[str], object]
+    task: Task, contestants: list[Contestant], rounds: int, seconds: float, say: Callable[[str], object]
 ) -> dict[str, list[float]]:
     """Return the seconds of a step in each turn, by contestant."""
     found: dict[str, list[float]] = {each.name: [] for each in contestants}
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
-        task = replace(task, turn=_turn(task, contestants[0], Path(name)))
+        task = replace(task, turn=_turn(task, contestants[0], seconds, Path(name)))
         trainings = []
         for number, contestant in enumerate(contestants):
             folder = Path(name) / str(number)
@@ -76,14 +89,14 @@ def _measured(
     return found
 
 
-def _turn(task: Task, contestant: Contestant, folder: Path) -> int:
-    """Return the number of steps of a turn."""
+def _turn(task: Task, contestant: Contestant, seconds: float, folder: Path) -> int:
+    """Return the number of steps of a turn that takes about these seconds."""
     trial = folder / "trial"
     trial.mkdir()
     with Training(contestant, replace(task, turn=40), trial) as training:
         _arrive(training, 0)
         (trial / "go-0").touch()
-        return max(20, round(_SECONDS / _arrive(training, 40)))
+        return max(20, round(seconds / _arrive(training, 40)))
 
 
 def _arrive(training: Training, step: int) -> float:
