@@ -82,7 +82,7 @@ class Execution:
         self._live = LiveLine(self._config.steps, self._config.record.live)
 
         corpus = self._prepare_data()
-        model = first_model(self._config, device)
+        model = first_model(self._config, device, goes_on=job.resume is not None and role is None)
         corpus = for_model(corpus, model)
         unit = "text" if corpus.labels else "byte" if corpus.tokenizer.name == "bytes" else "token"
         self._described = describe(job, model, device, f"nats a {unit}")

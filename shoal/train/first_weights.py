@@ -21,10 +21,11 @@ from shoal.checkpoint import (
 from shoal.errors import CheckpointError, ConfigError, nearest
 from shoal.models import is_adapter, plain_name
 from shoal.parallel import LocalUpdates
+from shoal.train.put_off import give_put_off_values
 from shoal.train.state import pieces_to_load
 from shoal.train.trainer import Trainer
 
-__all__ = ["begin_from", "require_weights"]
+__all__ = ["begin_from", "begin_from_first_values", "require_weights"]
 
 _KINDS = "model", "fixed"  # beginnings of the names of a checkpoint's weights
 
@@ -58,6 +59,16 @@ def begin_from(trainer: Trainer, given: str, say: Callable[[str], object]) -> No
         raise CheckpointError(f"{given} has no sound checkpoint")
     wanted.finish()
     parallel.changed()
+    _begin_here(trainer)
+
+
+def begin_from_first_values(trainer: Trainer) -> None:
+    """Give the model the first values that were put off, if they were; call it before the first step."""
+    give_put_off_values(trainer.parallel)
+    _begin_here(trainer)
+
+
+def _begin_here(trainer: Trainer) -> None:
     if isinstance(trainer.optimizer, LocalUpdates):
         trainer.optimizer.set_step(0)  # what workers change is counted from these weights
 

@@ -16,6 +16,7 @@ from shoal.data.table import PREFIX, absolute_reference
 from shoal.errors import ModelError
 from shoal.models import add_adapters, build, can_read_in_parts
 from shoal.train.config import TrainConfig
+from shoal.train.put_off import put_off_first_values
 
 __all__ = ["build_model", "first_model", "located", "shape_of"]
 
@@ -82,10 +83,18 @@ def build_model(config: TrainConfig, device: torch.device | str) -> nn.Module:
     return model
 
 
-def first_model(config: TrainConfig, device: torch.device) -> nn.Module:
-    """Build the model to train: without memory if `parallelize` can fill it, otherwise as its maker does."""
+def first_model(config: TrainConfig, device: torch.device, *, goes_on: bool) -> nn.Module:
+    """Build the model to train: without memory if `parallelize` can fill it, otherwise as its maker does.
+
+    Args:
+        config: The configuration.
+        device: The device of a model with memory.
+        goes_on: Whether a checkpoint will be loaded, so that first values can be put off.
+    """
     empty = _without_memory(config)
     if empty is not None:
+        if goes_on:
+            put_off_first_values(empty)
         return empty
     torch.manual_seed(config.seed)
     return build_model(config, device)

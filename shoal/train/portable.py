@@ -33,6 +33,7 @@ from shoal.checkpoint import save as write_pieces
 from shoal.errors import CheckpointError
 from shoal.parallel import GuidedUpdates, LocalUpdates, Parallel, ServedUpdates, title_of
 from shoal.train.exchange_state import empty_like_saved, kept_by_exchanges, restore_exchanges
+from shoal.train.put_off import are_put_off, note_loaded
 from shoal.train.state import (
     ToLoad,
     differing_buffers,
@@ -248,7 +249,7 @@ def load_training(
     state, saved = manifest.state, manifest.tensors
     _require_same(checkpoint, state, optimizer)
     parallel.zero_grad()
-    wanted = pieces_to_load(parallel)
+    wanted = pieces_to_load(parallel, is_in_use=not are_put_off(parallel))
     kept: dict[str, torch.Tensor] = {}
     own: list[Piece] = []
     is_same_layout = all(state.get(key) == value for key, value in layout.items())
@@ -266,6 +267,7 @@ def load_training(
     load_verified(checkpoint, manifest, coordinator, fresh=fresh, in_use=in_use, spread=spread)
     wanted.finish()
     parallel.changed()
+    note_loaded(parallel)
     of_optimizer.finish()
     if isinstance(optimizer, LocalUpdates):
         rate, highest = state.get(_RATES, (0.0, 0.0))

@@ -135,14 +135,19 @@ class ToLoad:
             action()
 
 
-def pieces_to_load(parallel: Parallel) -> ToLoad:
-    """Return the pieces of the model that this rank reads."""
+def pieces_to_load(parallel: Parallel, *, is_in_use: bool = True) -> ToLoad:
+    """Return the pieces of the model that this rank reads.
+
+    Args:
+        parallel: The model.
+        is_in_use: Whether its parameters have values, which stay if a checkpoint turns out to be corrupt.
+    """
     wanted = ToLoad()
     for owned in parallel.owned:
         if owned.start < owned.stop:
-            wanted.add_part(owned, f"model/{owned.name}", owned.parameter, is_in_use=True)
+            wanted.add_part(owned, f"model/{owned.name}", owned.parameter, is_in_use=is_in_use)
     wanted.in_use += _fixed(parallel.saved_buffers())
-    wanted.in_use += [_frozen_piece(frozen) for frozen in parallel.frozen]
+    (wanted.in_use if is_in_use else wanted.fresh).extend(map(_frozen_piece, parallel.frozen))
     return wanted
 
 

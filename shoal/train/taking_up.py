@@ -8,6 +8,7 @@ from typing import Any
 
 from shoal.checkpoint import Coordinator, attempt_together, checkpoints, newest_sound, read_together, step_of
 from shoal.errors import CheckpointError, CorruptCheckpointError, DataError, ModelError
+from shoal.train.first_weights import begin_from_first_values
 from shoal.train.host_memory import HostMemory
 from shoal.train.job import Resume
 from shoal.train.trainer import Trainer
@@ -77,7 +78,10 @@ def go_on(
         return path
 
     loaded = newest_sound(found, coordinator, say, take_up_found)
-    return None if loaded is None else loaded[1]
+    if loaded is None:
+        begin_from_first_values(trainer)
+        return None
+    return loaded[1]
 
 
 def _require_same_data(saved: Mapping[str, Any], data: Mapping[str, Any]) -> None:
