@@ -155,7 +155,8 @@ class Members:
         return bool(self._starting) or (is_recent and not self._linked.is_whole)
 
     def _form(self) -> None:
-        self._roster.announce(self._present, is_broken=self._is_broken)
+        starting = len(self._starting)
+        self._roster.announce(self._present, is_broken=self._is_broken, starting=starting)
         self._is_due = self._is_broken = self._is_halted = False
         self._failed_since = self._absent_since = None
         if self._linked is not None:

@@ -20,7 +20,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import final
 
 from torch._C._distributed_c10d import TCPStore
@@ -43,6 +43,8 @@ _OVER = "over"
 _LOOK = 0.02  # seconds between two looks at the store of a member that waits
 _WATCH = 0.05  # seconds between two looks while it trains
 _STAND_BY = 0.1  # seconds between two looks while others train without it
+_WORTH = 0.25  # of a step: a lost member that is there again so soon saves more than that, since others need
+_WORTH_AT_MOST = 5.0  # seconds; no group with fewer members, which would have to save and end at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +56,14 @@ class Generation:
         members: The members, by rank.
         since: For each member, the first generation that its process was announced for.
         is_broken: Whether a member of the generation before was lost, so that its group cannot go on.
+        starting: Number of members that are being started, and will be in a later generation.
     """
 
     number: int
     members: Sequence[int]
     since: Sequence[int] = ()
     is_broken: bool = False
+    starting: int = 0
 
 
 @final
@@ -79,13 +83,13 @@ class Roster:
         )  # members that have not come to the newest generation, as far as known
         self.newest = -1
 
-    def announce(self, members: Sequence[int], *, is_broken: bool) -> None:
+    def announce(self, members: Sequence[int], *, is_broken: bool, starting: int = 0) -> None:
         """Make a generation of these members."""
         self.newest += 1
         self._members, self._awaited = tuple(members), set(members)
         since = [self._since.setdefault(member, self.newest) for member in members]
-        told = {"members": list(members), "since": since, "is_broken": is_broken}
-        self._store.set(_generation(self.newest), json.dumps(told))
+        made = Generation(self.newest, self._members, since, is_broken, starting)
+        self._store.set(_generation(self.newest), json.dumps(asdict(made)))
         self._store.set(_NEWEST, str(self.newest))
 
     def end(self) -> None:
@@ -128,7 +132,8 @@ class Membership:
 
     Attributes:
         member: The number of this process.
-        generation: The generation that this process is in, once `join` was called.
+        generation: The generation that this process is in, once `next` was called.
+        step_seconds: Seconds of its last step; 0 before there is one.
 
     Args:
         member: The number of this process.
@@ -142,6 +147,7 @@ class Membership:
     ) -> None:
         self.member = member
         self.generation = Generation(after, ())
+        self.step_seconds = 0.0
         self._store = PrefixStore(_PREFIX, connect())
         self._abort = abort
         self._newer: Generation | None = None
@@ -176,7 +182,8 @@ class Membership:
     def next(self, seconds: float) -> Generation | None:
         """Enter the newest generation with this member, once all members of a newer one are here.
 
-        So no member forms a group and waits in vain for others that have gone to a newer generation.
+        So no member forms a group and waits in vain for others that have gone to a newer generation. If lost
+        members are being started again, it waits a part of a step for the generation that has them.
 
         Args:
             seconds: Time to wait for it.
@@ -185,12 +192,17 @@ class Membership:
             The generation; None if none came in time, or none will come.
         """
         until = time.monotonic() + seconds
+        waits_until = time.monotonic() + min(_WORTH * self.step_seconds, _WORTH_AT_MOST)
         while time.monotonic() < until and not self._store.check([_OVER]):
             own = self.generation
             if self.member in own.members and own.number != self._entered and self._is_here(own):
                 self._entered = own.number
                 return own
             newest = self._newest()
+            is_awaited = newest is not None and newest.is_broken and newest.starting
+            if is_awaited and time.monotonic() < waits_until:
+                time.sleep(_LOOK)
+                continue
             if newest is not None and newest.number > own.number:
                 with self._lock:
                     self.generation, self._newer = newest, None
@@ -261,7 +273,8 @@ class Membership:
             return None
         number = int(self._store.get(_NEWEST))
         told = json.loads(self._store.get(_generation(number)))
-        return Generation(number, tuple(told["members"]), tuple(told["since"]), bool(told["is_broken"]))
+        members, since = tuple(told["members"]), tuple(told["since"])
+        return Generation(number, members, since, bool(told["is_broken"]), int(told["starting"]))
 
 
 def _generation(number: int) -> str:

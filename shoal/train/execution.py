@@ -241,8 +241,9 @@ class Execution:
         """Take note of a step's result; on a GPU it comes while the next step runs."""
         self._is_stopped |= result.stop
         self._saving.stepped(result.seconds)
-        if self._in_memory is not None:
+        if self._in_memory is not None and self._membership is not None:
             self._in_memory.stepped(result.seconds)
+            self._membership.step_seconds = result.seconds
         if not (self._is_savable or result.skipped):
             self._trainer.require_savable()
             self._saving.prepare()

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 
+import pytest
 from torch._C._distributed_c10d import HashStore
 
 from shoal.launch.membership import Membership, Roster
@@ -153,3 +154,27 @@ def test_of_a_generation_with_a_member_that_is_started_again_the_first_that_stay
     assert [member.leads_next(10) for member in (again, *members[1:])] == [False, True, False]
     for member in (again, *members[1:]):
         member.close()
+
+
+@pytest.mark.parametrize(("seconds", "starting", "number"), [(1000.0, 1, 2), (0.0, 1, 1), (1000.0, 0, 1)])
+def test_a_member_whose_steps_take_long_waits_for_those_that_are_started_again(seconds, starting, number):
+    store = HashStore()
+    roster, members = Roster(store), members_of(store, 2)
+    roster.announce([0, 1], is_broken=False)
+    assert all(entered(members).values())
+    stays = members[0]
+    stays.step_seconds = seconds
+    roster.announce([0], is_broken=True, starting=starting)
+    if number == 1:
+        assert stays.next(10).number == 1
+        return
+    again = Membership(1, lambda: store, 0, lambda: None)
+    threads = [
+        threading.Thread(target=again.next, args=[10]),
+        threading.Timer(0.1, roster.announce, [[0, 1]], {"is_broken": False}),
+    ]
+    for thread in threads:
+        thread.start()
+    assert stays.next(10).number == 2
+    for thread in threads:
+        thread.join()
