@@ -43,8 +43,9 @@ _OVER = "over"
 _LOOK = 0.02  # seconds between two looks at the store of a member that waits
 _WATCH = 0.05  # seconds between two looks while it trains
 _STAND_BY = 0.1  # seconds between two looks while others train without it
-_WORTH = 0.25  # of a step: a lost member that is there again so soon saves more than that, since others need
-_WORTH_AT_MOST = 5.0  # seconds; no group with fewer members, which would have to save and end at once
+# A group that is formed without a member that is being started ends again once the member is there.
+_WORTH = 0.25  # part of a step for which the others wait for such a member,
+_WORTH_AT_MOST = 5.0  # and the most seconds
 
 
 @dataclass(frozen=True, slots=True)

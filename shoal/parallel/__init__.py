@@ -16,6 +16,7 @@ from shoal.parallel.exchange.local_updates import LocalUpdates
 from shoal.parallel.exchange.outer_settings import Outer, outer_settings
 from shoal.parallel.exchange.outer_state import OuterState
 from shoal.parallel.exchange.served import ServedUpdates
+from shoal.parallel.first_values import FirstValues
 from shoal.parallel.offload.offloaded_optimizer import OffloadedOptimizer
 from shoal.parallel.optimizer.composed import Composed, parts_of, title_of
 from shoal.parallel.optimizer.norm import GradientNorm
@@ -35,6 +36,7 @@ __all__ = [
     "Axis",
     "Batch",
     "Composed",
+    "FirstValues",
     "Frozen",
     "GradientNorm",
     "GuidedUpdates",

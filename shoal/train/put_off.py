@@ -6,12 +6,14 @@ a part. And values that nobody uses may be replaced while a checkpoint is verifi
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import Any, final
 
 import torch
 from torch import nn
 
-from shoal.parallel import Frozen, Owned, Parallel
+from shoal.parallel import FirstValues, Frozen, Owned, Parallel
 
 __all__ = ["are_put_off", "give_put_off_values", "note_loaded", "put_off_first_values"]
 
@@ -54,14 +56,14 @@ def give_put_off_values(parallel: Parallel) -> None:
     if (put_off := _of(parallel)) is None:
         return
     parts: list[Owned | Frozen] = [*parallel.owned, *parallel.frozen]
+    give = partial(put_off.initialize, seed=put_off.seed)
+    values = FirstValues(give, {part.name: part.cut for part in parts if part.cut is not None})
     for part in parts:
-        count = part.local.numel()
-        if count:
-            whole = torch.empty(part.shape, dtype=part.local.dtype, device=part.local.device)
-            put_off.initialize(part.name, whole, put_off.seed)
-            block = whole if part.cut is None else part.cut.of(whole)
-            own = block.reshape(-1)[part.start : part.start + count]
-            part.local.copy_(own.view(part.local.shape))
+        if part.local.numel():
+            shape = part.shape if part.cut is None else part.cut.block_shape
+            first = part.start // math.prod(shape[1:])
+            rows = range(first, first + (len(part.local) if shape else 1))
+            values.fill_rows(part.name, shape, rows, part.local)
     parallel.changed()
     note_loaded(parallel)
 
