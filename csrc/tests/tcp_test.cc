@@ -1,11 +1,7 @@
 // The network between hosts: bytes arrive whole and in order, only members get in, and nothing stays open.
-#include <arpa/inet.h>
-#include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <sys/socket.h>
 
 #include <random>
-#include <utility>
 
 #include "tests/check.h"
 #include "tests/network_ranks.h"
@@ -354,34 +350,6 @@ void a_group_forms_while_the_one_before_is_left() {
   for (std::thread& process : processes) process.join();
 }
 
-void an_address_is_a_number_of_this_host() {
-  CHECK_THROWS(listen_on("localhost"), Code::invalid);
-  CHECK_THROWS(listen_on("192.0.2.1"), Code::system);  // reserved for documentation: no host has it
-  CHECK_THROWS(begin_to_connect("127.0.0.1"), Code::invalid);
-  CHECK_THROWS(begin_to_connect("127.0.0.1:many"), Code::invalid);
-}
-
-int option_of(const Descriptor& socket, int level, int option) {
-  int value = -1;
-  socklen_t size = sizeof value;
-  CHECK_EQUAL(getsockopt(socket.number(), level, option, &value, &size), 0);
-  return value;
-}
-
-void idle_connections_are_kept_alive_from_both_ends() {
-  const Descriptor listening = listen_on("127.0.0.1");
-  const Descriptor dialed = begin_to_connect(address_of(listening));
-  Descriptor accepted;
-  CHECK(comes_true([&] { return static_cast<bool>(accepted = accept_from(listening)); }));
-  for (const Descriptor* end : {&dialed, &std::as_const(accepted)}) {
-    CHECK(option_of(*end, SOL_SOCKET, SO_KEEPALIVE) != 0);
-    CHECK_EQUAL(option_of(*end, IPPROTO_TCP, TCP_KEEPIDLE), KeepAlive::idle_seconds);
-    CHECK_EQUAL(option_of(*end, IPPROTO_TCP, TCP_KEEPINTVL), KeepAlive::interval_seconds);
-    CHECK_EQUAL(option_of(*end, IPPROTO_TCP, TCP_KEEPCNT), KeepAlive::probes);
-    CHECK(option_of(*end, IPPROTO_TCP, TCP_NODELAY) != 0);
-  }
-}
-
 }  // namespace
 
 int main() {
@@ -400,7 +368,5 @@ int main() {
   strangers_do_not_use_up_the_descriptors();
   groups_of_the_same_processes_share_their_connections();
   a_group_forms_while_the_one_before_is_left();
-  an_address_is_a_number_of_this_host();
-  idle_connections_are_kept_alive_from_both_ends();
   return report();
 }
