@@ -3,6 +3,7 @@
 # make docs     sets up .venv, and builds the site of docs/ in build/docs; warnings are errors
 # make test-oldest  runs what depends on torch and transformers with the oldest releases that pyproject.toml allows
 # make fuzz     reads random bytes as each kind of input, SECONDS (1800) for each; `make -C csrc fuzz`: the wire protocol
+# make gpu      the acceptance run on a GPU, with the torch of PYTHON as it is: MINUTES=7 ARGS="--from 12"
 # make test-faults  plants faults in a copy of the code, one at a time, and tells which the tests miss
 #
 # What a target needs is set up once: a second call does no set-up work again.
@@ -23,7 +24,9 @@ OLDEST_TESTS := tests/models tests/trace tests/parallel tests/checkpoint/test_ch
   tests/collectives/test_pytorch_calls.py tests/collectives/test_pytorch_features.py \
   tests/train/test_train_trainer.py
 
-.PHONY: train test test-long test-faults test-oldest fuzz lint docs bench clean
+MINUTES ?= 7
+
+.PHONY: train test test-long test-faults test-oldest fuzz gpu lint docs bench clean
 
 train: $(VENV)/.ready
 	$(BIN)/shoal train $(ARGS)
@@ -41,6 +44,9 @@ SECONDS ?= 1800
 
 fuzz: $(VENV)/.ready-fuzz
 	$(BIN)/python tests/fuzz/fuzz.py --seconds $(SECONDS) $(ARGS)
+
+gpu:
+	$(PYTHON) benchmarks/gpu.py --minutes $(MINUTES) $(ARGS)
 
 test-oldest: $(OLDEST)/.ready
 	$(TESTING) $(OLDEST)/bin/pytest $(OLDEST_TESTS)

@@ -1,309 +1,260 @@
-"""Shoal on one GPU: every layout, steps beside plain torch and Hugging Face, and predictions beside both.
+"""The acceptance run on one GPU: is what Shoal computes there right, how quick is it, and is it as predicted?
 
-    python benchmarks/gpu.py [--write benchmarks/gpu.md] [--only layouts,peers,rows,report] [--device cuda]
+    make gpu [PYTHON=python3] [MINUTES=7] [ARGS="--from 12"]
 
-Takes under eight minutes on one H100. Four parts:
+uses the torch of PYTHON as it is, installs nothing, and needs no network. The package runs from this tree;
+its native core is compiled first if it is not there.
 
-    layouts   `shoal check --device cuda --ranks 4`: Plans that share the GPU, beside one rank
-    peers     a step beside plain torch and Hugging Face, eager and compiled (`gpu_peers.py`): five bursts
-              each, in turns where all fit into memory together
-    rows      steps of many shapes and Plans, beside what the device's preset predicts, and what `shoal probe`
-              of this machine predicts: seconds, and bytes that tensors take
-    report    the parts of a step as the Timeline has them, beside torch's profiler
+Each row of `gpu_rows.py` is a process of its own with a budget in seconds: a failure, a hang or a lack of
+memory costs that row alone. A row begins only if its whole budget fits into what is left of MINUTES. What
+became of it is a line of JSON that is written when it ends, in `data/gpu.jsonl`, and the page `gpu.md` is
+written from the lines that are there, the worst finding first.
 
-`--device cpu` runs small shapes of each part, to try the program; its figures mean nothing.
+    --from N         begin with row N, after another call ended before it
+    --only NAME,...  run rows, or sections, by their names
+    --list           list the rows
+    --out FOLDER     folder for gpu.jsonl and gpu.md, in place of the two files above
+    --logs FOLDER    folder for what rows print; by default a temporary one
+    --page           only write the page, from the lines that are there
+    --simulated      try this program without a GPU: rows that fail, hang, and take all memory
+    --device cpu     run the rows on the CPU with small shapes, to try them; their figures mean nothing
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
-import platform
+import dataclasses
+import datetime
+import hashlib
+import importlib.util
+import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from statistics import fmean
 
-import torch
-from gpu_peers import PEERS, Measured, Shape, measure, measure_in_turns, shoal_trainer
-from torch.profiler import ProfilerActivity, profile
+from gpu_outcome import OUTCOMES, Line, Row, read_lines
+from gpu_page import page
+from gpu_processes import Processes, available_memory
+from gpu_rows import ROWS
+from gpu_simulated import SIMULATED
 
-from shoal.cluster import Cluster
-from shoal.cost import Costs, Memories
-from shoal.cost.time import workload_on
-from shoal.errors import ClusterError
-from shoal.plan import Plan, SettledPlan
-from shoal.run import Run
-from shoal.simulate import measured_timeline, played_seconds
-from shoal.timeline import explain
-from shoal.units import format_bytes
-from shoal.workload import Workload, transformer_shape, workload_of
+__all__ = ["main"]
 
-_PARTS = ("layouts", "peers", "rows", "report")
-_ROUNDS, _STEPS = 5, 4
-
-_PEERS = (Shape("125m", None, 1024, 1), Shape("1b", None, 2048, 8), Shape("llama3-8b", 4, 4096, 2))
-
-_ROWS = (
-    *(
-        ("125m", None, 1024, samples, "none", compile)
-        for samples in (1, 16)
-        for compile in ("none", "blocks")
-    ),
-    *(
-        ("350m", None, 2048, 8, recompute, compile)
-        for recompute in ("none", "selective", "full")
-        for compile in ("none", "blocks")
-    ),
-    *(("350m", None, 1024, samples, "none", "blocks") for samples in (2, 16)),
-    *(
-        ("1b", None, 2048, samples, recompute, compile)
-        for samples, recompute in ((1, "none"), (8, "none"), (8, "full"))
-        for compile in ("none", "blocks")
-    ),
-    ("1b", None, 8192, 2, "none", "blocks"),
-    ("1b", None, 512, 16, "selective", "blocks"),
-    *(("llama2-7b", 8, 2048, 2, "none", compile) for compile in ("none", "blocks")),
-    ("llama2-7b", 12, 2048, 2, "selective", "blocks"),
-    *(("llama3-8b", 4, 4096, 2, "none", compile) for compile in ("none", "blocks")),
-    ("llama2-70b", 2, 2048, 2, "none", "blocks"),
-)
-"""Model, its layers, length, samples, recompute, compile."""
-
-_SMALL = (Shape("tiny", 2, 64, 2),)
-_SMALL_ROWS = (("tiny", 2, 64, 2, "none", "none"),)
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """Where it runs.
-
-    Attributes:
-        device: The device.
-        preset: The preset cluster with that device; None if there is none.
-        name: Device, driver's memory, torch, host.
-    """
-
-    device: torch.device
-    preset: Cluster | None
-    name: str
-
-    @classmethod
-    def here(cls, device: torch.device) -> Machine:
-        """This machine."""
-        torch_and_host = f"torch {torch.__version__}, Python {platform.python_version()}"
-        if device.type == "cpu":
-            return cls(device, None, f"CPU, {torch_and_host}: a trial of the program, no measurement")
-        facts = torch.cuda.get_device_properties(device)
-        preset = None
-        with contextlib.suppress(ClusterError):  # a device that no preset describes
-            preset = Cluster.assemble(facts.name, 1, None, None)
-        return cls(device, preset, f"{facts.name}, {format_bytes(facts.total_memory)}, {torch_and_host}")
+_HERE = Path(__file__).resolve().parent
+_LINES, _PAGE = _HERE / "data" / "gpu.jsonl", _HERE / "gpu.md"
+_REQUIRED = ("torch", "numpy", "pydantic", "safetensors")
+_MINUTES = 7.0
+_MEMORY_SHARE = 0.8  # of the host's free memory that a row may take
+_SIMULATED_MEMORY = 256 << 20
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the parts and prints the page."""
-    parser = argparse.ArgumentParser(description="Shoal on one GPU; see the top of this file")
-    parser.add_argument("--only", default=",".join(_PARTS), help="parts to run, separated by commas")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--write", type=Path, help="file for the page")
-    options = parser.parse_args(arguments)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        print("there is no GPU: run this where one is, or try the program with --device cpu", file=sys.stderr)
-        return 2
-    machine = Machine.here(torch.device(options.device))
-    pages = [
-        "# One GPU",
-        f"Written by `benchmarks/gpu.py`, which says how it is measured, at commit {_commit()}.",
-        f"{machine.name}.",
-    ]
-    parts: dict[str, Callable[[Machine], str]] = {
-        "layouts": _layouts,
-        "peers": _peers,
-        "rows": _rows,
-        "report": _report,
-    }
-    for name in options.only.split(","):
-        print(f"-- {name}", file=sys.stderr, flush=True)
-        pages.append(parts[name](machine))
-        text = "\n\n".join(pages) + "\n"
-        if options.write is not None:  # after each part, for a machine that is taken away
-            options.write.write_text(text, encoding="utf-8")
+    """Run the rows; return 0 if all went well, 1 if not, and 2 if it cannot run at all."""
+    options = _parser().parse_args(arguments)
+    rows = SIMULATED if options.simulated else ROWS
+    if options.list:
+        for number, row in enumerate(rows, 1):
+            print(f"{number:3} {row.seconds:4g} s  {row.subject}: {row.name}")
+        return 0
+    lines_file, page_file = _files(options)
+    if not options.page:
+        try:
+            chosen = _chosen(rows, options)
+            _require(options)
+        except ValueError as error:
+            print(f"gpu: {error}", file=sys.stderr)
+            return 2
+        asked: list[int] = []
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda received, _: asked.append(received))
+        made = _run(chosen, options, lines_file, page_file, lambda: bool(asked))
+    text = page(read_lines(lines_file))
+    _write(page_file, text)
+    if options.page:
+        return 0
     print(text)
-    return 0
+    _say_what_is_left(made)
+    return 0 if all(line.outcome == "right" for line in made) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gpu.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--minutes", type=float, default=_MINUTES, help="time for all rows (default 7)")
+    parser.add_argument(
+        "--from", dest="first", type=int, default=1, metavar="N", help="number of the first row"
+    )
+    parser.add_argument("--only", default="", metavar="NAME,...", help="rows or sections to run")
+    parser.add_argument("--list", action="store_true", help="list the rows")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder for gpu.jsonl and gpu.md")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="folder for what rows print")
+    parser.add_argument("--page", action="store_true", help="only write the page")
+    parser.add_argument("--simulated", action="store_true", help="run stand-ins of rows, without a GPU")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    return parser
+
+
+def _files(options: argparse.Namespace) -> tuple[Path, Path]:
+    """Return the files of lines and of the page; a trial never writes those of a GPU."""
+    folder = options.out
+    if folder is None and (options.simulated or options.device == "cpu"):
+        folder = Path(tempfile.mkdtemp(prefix="shoal-gpu-"))
+        print(f"lines and page are in {folder}", file=sys.stderr)
+    if folder is None:
+        return _LINES, _PAGE
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / "gpu.jsonl", folder / "gpu.md"
+
+
+def _chosen(rows: Sequence[Row], options: argparse.Namespace) -> list[tuple[int, Row]]:
+    """Return the rows to run, with their numbers.
+
+    Raises:
+        ValueError: There is no such row.
+    """
+    numbered = list(enumerate(rows, 1))
+    if not 1 <= options.first <= len(rows):
+        raise ValueError(f"--from {options.first} was given; rows have the numbers 1 to {len(rows)} (--list)")
+    if options.minutes <= 0:
+        raise ValueError(f"--minutes {options.minutes:g} was given; give a time above 0")
+    names = [name.strip() for name in options.only.split(",") if name.strip()]
+    known = {row.name for row in rows} | {row.subject for row in rows}
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"there is no row or section {', '.join(unknown)}; --list shows them")
+    return [
+        (number, row)
+        for number, row in numbered
+        if number >= options.first and (not names or {row.name, row.subject} & set(names))
+    ]
+
+
+def _require(options: argparse.Namespace) -> None:
+    """Refuse to begin without a package that every row needs, or without a GPU.
+
+    Raises:
+        ValueError: Something is missing.
+    """
+    if options.simulated:
+        return
+    if missing := [name for name in _REQUIRED if importlib.util.find_spec(name) is None]:
+        raise ValueError(
+            f"{sys.executable} has no {', '.join(missing)}, which Shoal needs: install it, or name the "
+            "folder of an unpacked wheel in PYTHONPATH, or give another Python (make gpu PYTHON=...)"
+        )
+    # The driver's device is looked for without torch, so that this process never holds memory of the GPU.
+    if options.device == "cuda" and not any(Path("/dev").glob("nvidia[0-9]*")):
+        raise ValueError("there is no GPU: run this where one is, or try it with --simulated or --device cpu")
+
+
+def _run(
+    chosen: Sequence[tuple[int, Row]],
+    options: argparse.Namespace,
+    lines_file: Path,
+    page_file: Path,
+    is_asked_to_stop: Callable[[], bool],
+) -> list[Line]:
+    """Run rows until the time is over; return their lines."""
+    until = time.monotonic() + options.minutes * 60
+    if not options.simulated:
+        _compile_core(until - time.monotonic())
+    commit, machine, made = _commit(), "", list[Line]()
+    memory = _SIMULATED_MEMORY if options.simulated else int(_MEMORY_SHARE * available_memory())
+    device = None if options.simulated else options.device
+    logs = options.logs or Path(tempfile.mkdtemp(prefix="shoal-gpu-logs-"))
+    print(f"what rows print is in {logs}", file=sys.stderr)
+    with (
+        Processes(logs, lines_file.parent, memory, is_asked_to_stop, is_bare=options.simulated) as processes,
+        lines_file.open("a", encoding="utf-8") as file,
+    ):
+        for place, (number, row) in enumerate(chosen):
+            line = _not_begun(number, row, until - time.monotonic(), is_asked_to_stop())
+            if line is None:
+                print(f"{number:3}  {row.name} ...", end=" ", file=sys.stderr, flush=True)
+                line = processes.run(number, row, device, is_last=place == len(chosen) - 1)
+                said = f"{line.outcome}, {line.seconds:.0f} s  {line.reason[:200]}"
+                print(said.rstrip(), file=sys.stderr, flush=True)
+            machine = line.machine or machine
+            date = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            made.append(dataclasses.replace(line, commit=commit, machine=machine, date=date))
+            file.write(made[-1].json() + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+            if line.outcome != "not run":
+                _write(page_file, page(read_lines(lines_file)))
+    return made
+
+
+def _compile_core(seconds: float) -> None:
+    """Compile the native core into this tree if it is not there; rows that need it say what is missing."""
+    root = _HERE.parent
+    if (root / "shoal" / "collectives" / "_core.so").exists():
+        return
+    print("compiling the native core ...", file=sys.stderr, flush=True)
+    command = [sys.executable, "setup.py", "--quiet", "build_ext", "--inplace"]
+    try:
+        done = subprocess.run(command, cwd=root, timeout=seconds, check=False, stdout=sys.stderr)
+        failure = f"it ended with {done.returncode}" if done.returncode else ""
+    except (OSError, subprocess.TimeoutExpired) as error:
+        failure = str(error)
+    if failure:
+        print(f"the native core was not compiled: {failure}", file=sys.stderr, flush=True)
+
+
+def _not_begun(number: int, row: Row, left: float, is_stopped: bool) -> Line | None:
+    """Return the line of a row that cannot begin; None if it can."""
+    if is_stopped:
+        return _line(number, row, "not run", "stopped by a signal")
+    if missing := [name for name in row.needs if importlib.util.find_spec(name) is None]:
+        return _line(number, row, "lacking", f"{', '.join(missing)} is not installed")
+    if row.seconds > left:
+        return _line(number, row, "not run", f"{max(0, left):.0f} s were left of its {row.seconds:g} s")
+    return None
+
+
+def _line(number: int, row: Row, outcome: str, reason: str) -> Line:
+    assert outcome in OUTCOMES
+    return Line(
+        number=number,
+        name=row.name,
+        subject=row.subject,
+        outcome=outcome,
+        seconds=0.0,
+        budget=row.seconds,
+        reason=reason,
+    )
 
 
 def _commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
+    """Return the commit, and a hash of the sources, which tells also without git what ran."""
+    digest = hashlib.sha256()
+    for file in sorted([*(_HERE.parent / "shoal").rglob("*.py"), *(_HERE.parent / "csrc").rglob("*.cc")]):
+        digest.update(file.read_bytes())
+    sources = f"sources {digest.hexdigest()[:12]}"
+    given = os.environ.get("COMMIT", "")
+    command = ["git", "-C", str(_HERE), "describe", "--always", "--dirty", "--exclude", "*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        return "unknown"
-    return done.stdout.strip() or "unknown"
+        return f"{given or 'unknown'}, {sources}"
+    return f"{given or done.stdout.strip() or 'unknown'}, {sources}"
 
 
-def _layouts(machine: Machine) -> str:
-    """Check Plans of four ranks that share the device."""
-    sample = "24" if machine.device.type == "cuda" else "2"
-    command = [sys.executable, "-m", "shoal", "check", "--device", machine.device.type, "--all"]
-    command += ["--ranks", "4", "--sample", sample]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    verdict = "\n".join((done.stdout + done.stderr).strip().splitlines()[-8:])
-    outcome = "All agree" if done.returncode == 0 else f"Exit code {done.returncode}"
-    shown = " ".join(["shoal", *command[3:]])
-    return f"## Layouts\n\n`{shown}`, ranks that share one device. {outcome}:\n\n```\n{verdict}\n```"
+def _write(file: Path, text: str) -> None:
+    """Write a page so that nobody reads half of one."""
+    new = file.with_name(f"{file.name}.new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(file)
 
 
-def _peers(machine: Machine) -> str:
-    """Time a step of each peer on each shape."""
-    lines = ["## Steps beside peers", "", "| step | ms | range | k tokens/s | peak, GiB |"]
-    lines.append("| --- | ---: | --- | ---: | ---: |")
-    notes = []
-    names = [name for name in PEERS if find_spec("transformers") or "Hugging Face" not in name]
-    for shape in _PEERS if machine.device.type == "cuda" else _SMALL:
-        builds = {name: partial(PEERS[name], shape, machine.device) for name in names}
-        timed = partial(measure_in_turns, device=machine.device, bursts=_ROUNDS, steps=_STEPS)
-        found: dict[str, Measured] = {}
-        try:
-            found = timed(builds)
-        except torch.cuda.OutOfMemoryError:
-            notes.append(f"{shape}: there is no memory for all at once, so they ran one after another.")
-        for name in builds if not found else ():
-            _forget(machine.device)
-            found |= timed({name: builds[name]})
-        lines += [_peer_row(f"{shape}: {name}", shape, each) for name, each in found.items()]
-        _forget(machine.device)
-    return "\n".join([*lines, "", *notes]).rstrip()
-
-
-def _peer_row(name: str, shape: Shape, found: Measured) -> str:
-    rate = shape.tokens / found.seconds / 1e3
-    span = f"{found.low * 1e3:.1f} to {found.high * 1e3:.1f}"
-    return f"| {name} | {found.seconds * 1e3:.1f} | {span} | {rate:.1f} | {found.allocated / 2**30:.1f} |"
-
-
-def _rows(machine: Machine) -> str:
-    """Measure steps, and predict each by the preset and by a probe."""
-    clusters = {} if machine.preset is None else {"preset": machine.preset}
-    if machine.device.type == "cuda":
-        clusters["probe"] = _probed()
-    head = "".join(f" {name}, ms | error |" for name in clusters)
-    lines = ["## Predictions", "", f"| step | measured, ms | peak, GiB | predicted, GiB | error |{head}"]
-    lines.append("| --- | ---: | ---: | ---: | ---: |" + " ---: | ---: |" * len(clusters))
-    errors: dict[str, list[float]] = {}
-    for model, layers, length, samples, recompute, compile in (
-        _ROWS if machine.device.type == "cuda" else _SMALL_ROWS
-    ):
-        shape = Shape(model, layers, length, samples)
-        plan = f"dp=1,precision=bf16,microbatch={samples},recompute={recompute},compile={compile}"
-        trainer = shoal_trainer(shape, plan, machine.device)
-        found = measure(trainer.step, machine.device, bursts=_ROUNDS, steps=_STEPS)
-        trainer.close()
-        del trainer
-        _forget(machine.device)
-        cells = [f"{shape}, {recompute}, {compile}", f"{found.seconds * 1e3:.1f}"]
-        settled = SettledPlan.of(Plan.parse(plan), samples)
-        predicted = _predicted_bytes(shape, clusters, settled)
-        cells += _beside(found.allocated / 2**30, predicted / 2**30, errors, "memory")
-        for name, cluster in clusters.items():
-            seconds = played_seconds(Costs(_workload(shape, cluster), cluster), settled, samples)
-            cells += _beside(found.seconds * 1e3, seconds * 1e3, errors, name)[1:]
-        lines.append("| " + " | ".join(cells) + " |")
-    means = ", ".join(f"{name} {fmean(map(abs, each)):.1%}" for name, each in errors.items())
-    return "\n".join([*lines, "", f"Mean errors: {means}."])
-
-
-def _probed() -> Cluster:
-    """Return what `shoal probe` says of this machine."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "probed.toml"
-        command = [sys.executable, "-m", "shoal", "probe", "--ranks", "1", "--out", str(file)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        return Cluster.read(file)
-
-
-def _workload(shape: Shape, cluster: Cluster | None) -> Workload:
-    """Return the work of a shape, as Shoal trains it on a cluster's devices; None: on these cores."""
-    described = transformer_shape(shape.config.model_dump()).replace(seq=shape.length)
-    if cluster is None:
-        return workload_of(described.replace(fused_passes=False))
-    return workload_on(cluster, described)
-
-
-def _predicted_bytes(shape: Shape, clusters: dict[str, Cluster], plan: SettledPlan) -> float:
-    cluster = next(iter(clusters.values()), None)
-    (found,) = Memories(_workload(shape, cluster), cluster).of(plan, shape.samples)
-    return found.allocated
-
-
-def _beside(measured: float, predicted: float, errors: dict[str, list[float]], kind: str) -> list[str]:
-    error = predicted / measured - 1 if measured else 0.0
-    errors.setdefault(kind, []).append(error)
-    return [f"{measured:.1f}", f"{predicted:.1f}", f"{error:+.1%}"]
-
-
-def _report(machine: Machine) -> str:
-    """Beside each other: a step's parts by the Timeline, and the device's busy time by torch's profiler."""
-    lines = ["## The parts of a step", "", "| step | by | ms | compute | launch | other parts |"]
-    lines.append("| --- | --- | ---: | ---: | ---: | --- |")
-    for shape in _PEERS[:2] if machine.device.type == "cuda" else _SMALL:
-        for compile in ("none", "blocks"):
-            plan = f"dp=1,precision=bf16,microbatch={shape.samples},compile={compile}"
-            with tempfile.TemporaryDirectory() as folder:
-                trainer = shoal_trainer(shape, plan, machine.device, run=Path(folder) / "run")
-                measure(trainer.step, machine.device, bursts=1, steps=12)
-                busy, wall = _profiled(trainer.step, machine.device)
-                trainer.settle()
-                trainer.close()
-                parts = explain(measured_timeline(Run.open(Path(folder) / "run"))).parts
-            del trainer
-            _forget(machine.device)
-            shares = {name: part / parts.wall for name, part in parts.disjoint().items()}
-            rest = ", ".join(
-                f"{name} {share:.1%}"
-                for name, share in shares.items()
-                if name not in ("compute", "launch") and share >= 0.001
-            )
-            name = f"{shape}, compile={compile}"
-            lines.append(
-                f"| {name} | Timeline | {parts.wall * 1e3:.1f} | {shares.get('compute', 0):.1%} | "
-                f"{shares.get('launch', 0):.1%} | {rest} |"
-            )
-            lines.append(f"| | profiler | {wall * 1e3:.1f} | {busy / wall:.1%} | {1 - busy / wall:.1%} | |")
-    return "\n".join(lines)
-
-
-def _profiled(step: Callable[[], object], device: torch.device, steps: int = 5) -> tuple[float, float]:
-    """Return the seconds of a step in which the device computes, and its wall time, by torch's profiler."""
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    with profile(activities=kinds) as recorded:
-        measure(step, device, bursts=1, steps=steps, warm_up=0)
-    on_device = "CUDA" if device.type == "cuda" else "CPU"
-    spans = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in recorded.events()
-        if str(event.device_type).endswith(on_device) and event.time_range.end > event.time_range.start
-    )
-    busy, reached = 0.0, spans[0][0]
-    for start, end in spans:
-        busy += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    wall = reached - spans[0][0]
-    return busy / steps / 1e6, wall / steps / 1e6
-
-
-def _forget(device: torch.device) -> None:
-    """Give memory and graphs of what was measured back."""
-    torch._dynamo.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+def _say_what_is_left(made: Sequence[Line]) -> None:
+    if left := [line for line in made if line.outcome == "not run"]:
+        names = ",".join(line.name for line in left)
+        print(f'{len(left)} rows were not run; go on with: make gpu ARGS="--only {names}"', file=sys.stderr)
 
 
 if __name__ == "__main__":

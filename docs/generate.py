@@ -84,6 +84,7 @@ def _part(name: str) -> str:
         "constants of devices": lambda: _table(*device_rows(attributes(Device))),
         "constants of links": lambda: _table(*link_rows(attributes(Level))),
         **{f"fields of {each.__name__}": partial(_fields, each) for each in _DESCRIBED},
+        "status of the GPU run": _gpu_status,
         "goodput of many": lambda: _table(*goodput_rows()),
         "layers": _layers,
         "options of a group": _options,
@@ -110,6 +111,12 @@ def _printed(command: str) -> str:
     with contextlib.redirect_stdout(output):
         main(shlex.split(command)[1:])
     return "```\n" + "\n".join(line.rstrip() for line in output.getvalue().splitlines()) + "\n```"
+
+
+def _gpu_status() -> str:
+    """What the acceptance run has shown on which GPU: the line below the title of its page."""
+    text = (ROOT / "benchmarks" / "gpu.md").read_text(encoding="utf-8")
+    return f"`make gpu`, the acceptance run on one GPU: {text.split(chr(10) * 2)[1]}"
 
 
 def _file(name: str) -> str:

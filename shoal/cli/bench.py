@@ -124,7 +124,7 @@ def _on_this_machine(args: argparse.Namespace, nursery: Nursery | None) -> int:
     from shoal.launch import launch
 
     settings = _settings(args)
-    command = [sys.executable, "-m", "shoal.cli.main", *_words(args)]
+    command = [sys.executable, "-m", "shoal", *_words(args)]
     try:
         if _needs_mpirun(settings):
             return mpirun(command, args.ranks)

@@ -126,7 +126,7 @@ def _on_this_machine(args: argparse.Namespace, nursery: Nursery | None) -> int:
     words += [f"--files={args.files}"] if args.files else []
     words += [f"--{flag}" for flag in ("quick", "json") if getattr(args, flag)]
     try:
-        command = [sys.executable, "-m", "shoal.cli.main", *words]
+        command = [sys.executable, "-m", "shoal", *words]
         return launch(command, _local_ranks(args.ranks, backend), nursery=nursery)
     except WorkerError as error:
         if error.exit_code == _STOPPED:  # there was nothing to save
