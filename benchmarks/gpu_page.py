@@ -8,7 +8,7 @@ from gpu_outcome import OUTCOMES, Line, newest
 
 __all__ = ["NOT_YET", "page", "status"]
 
-NOT_YET = "It has not been run on a GPU yet: none was at hand."
+NOT_YET = "Not run on a GPU yet: none was at hand."
 _FENCE = "```"
 
 

@@ -116,7 +116,7 @@ def _printed(command: str) -> str:
 def _gpu_status() -> str:
     """What the acceptance run has shown on which GPU: the line below the title of its page."""
     text = (ROOT / "benchmarks" / "gpu.md").read_text(encoding="utf-8")
-    return f"`make gpu`, the acceptance run on one GPU: {text.split(chr(10) * 2)[1]}"
+    return f"[The acceptance run](#the-acceptance-run) of one GPU: {text.split(chr(10) * 2)[1]}"
 
 
 def _file(name: str) -> str:

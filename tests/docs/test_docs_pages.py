@@ -68,6 +68,7 @@ def test_every_key_setting_layer_and_example_is_on_a_page():
         "shoal plan --model llama3-8b --cluster dgx-h100:64 --batch 256 --top 3",
         "shoal scale --model 1b --cluster dgx-a100 --batch 256 --devices 8..256",
         "slowest of many",
+        "status of the GPU run",
         "the zoo",
         "what a rank sends",
         *(f"choosing: {name}" for name in generate.CHOOSING),
