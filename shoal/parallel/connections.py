@@ -18,8 +18,8 @@ from shoal.record import NullRecorder
 
 __all__ = ["Connections"]
 
-_LARGE = 4 << 20
-"""Elements of a bucket, about: NCCL chooses the algorithm by the size, the collective and the machine."""
+_SIZES = (1, 64 << 10, 4 << 20)
+"""Elements of a number, a tensor and a bucket: NCCL chooses the algorithm by size, collective and machine."""
 
 
 @final
@@ -36,15 +36,15 @@ class Connections:
         self._device = device
 
     def for_collectives(self, members: tuple[int, ...], group: dist.ProcessGroup | None) -> None:
-        """Do each collective of an axis, with few elements and with many.
+        """Do each collective of an axis with few elements and with many.
 
-        A broadcast always takes the ring, and a small sum often the tree.
+        A broadcast always takes the ring, a small sum often the tree, and a large one what switches offer.
         """
         axis = self._axis(members, group)
         if axis is None:
             return
-        for elements in (axis.size, _LARGE // axis.size * axis.size):
-            whole = torch.zeros(elements, device=self._device)
+        for elements in _SIZES:
+            whole = torch.zeros(-(-elements // axis.size) * axis.size, device=self._device)
             axis.broadcast(whole, "first use").wait()
             axis.all_reduce(whole, "first use").wait()
             axis.all_gather(whole, "first use").wait()

@@ -77,7 +77,7 @@ def _as_nccl() -> Iterator[None]:
         patch.object(dist, "new_group", made),
         patch.object(axes, "_uses_nccl", lambda: True),
         patch.object(axes, "_device", lambda: torch.device("cpu")),
-        patch.object(connections, "_LARGE", 64),
+        patch.object(connections, "_SIZES", (1, 64)),
     ):
         yield
 
