@@ -6,7 +6,6 @@ calls are tried with smaller tensors, over the backend's own memory.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
@@ -71,14 +70,7 @@ def check_buckets_by_way_of_the_host(device: torch.device) -> str:
 
 def check_expandable_segments(device: torch.device) -> str:
     """Two ranks map each other's memory with expandable_segments:True; by which way they went, and GB/s."""
-    before = os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
-    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"  # the ranks' processes read it
-    try:
-        return _in_ranks(_expandable, device)
-    finally:
-        del os.environ["PYTORCH_CUDA_ALLOC_CONF"]
-        if before is not None:
-            os.environ["PYTORCH_CUDA_ALLOC_CONF"] = before
+    return _in_ranks(_expandable, device)
 
 
 def check_nccl_with_one_rank(device: torch.device) -> str:
@@ -315,6 +307,8 @@ class _OnlyOwn:
 
 def _expandable(where: str) -> str:
     device = _device(where)
+    if device.type == "cuda":  # before the first allocation, as PYTORCH_CUDA_ALLOC_CONF does
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     group: Any = dist.new_group(backend="shoal", pg_options=Options())
     rates = []
     for elements in (1_000_003, LARGE if device.type == "cuda" else 300_007):
