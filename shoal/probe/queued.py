@@ -136,7 +136,7 @@ def _repeated(operation: Operation, count: int, clock: Clock) -> float:
     seconds = 0.0
     for _ in range(_TRIES):
         clock.finish()
-        held = clock.mark()
+        start = clock.mark()
         began = clock.now()
         clock.hold(hold)
         first = clock.mark()
@@ -146,7 +146,7 @@ def _repeated(operation: Operation, count: int, clock: Clock) -> float:
         host = clock.now() - began
         clock.finish()
         seconds = clock.between(first, second) / count
-        if host < clock.between(held, first):
+        if host < clock.between(start, first):
             break
         hold = _SPARE * max(hold, host)
     return seconds

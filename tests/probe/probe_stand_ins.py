@@ -48,13 +48,13 @@ class LazyCuda:
         self.simulated = Simulated(5e-6)
         self.loading = loading
         self.rates = list(rates)
-        self.held = []
+        self.holds = []
 
     def _sleep(self, cycles):
         self.simulated.time += self.loading
         self.loading = 0.0
         rate = self.rates.pop(0) if len(self.rates) > 1 else self.rates[0]
-        self.held.append(cycles / rate)
+        self.holds.append(cycles / rate)
         self.simulated.hold(cycles / rate)
 
     def Event(self, enable_timing):  # noqa: N802

@@ -41,7 +41,7 @@ def test_a_hold_lasts_as_long_as_was_asked_for_though_its_kernel_is_loaded_late_
     cuda = LazyCuda(loading=20e-3, rates=rates)
     with patch.multiple(torch.cuda, _sleep=cuda._sleep, Event=cuda.Event, synchronize=cuda.synchronize):
         CudaClock(torch.device("cuda", 0)).hold(1e-3)
-    assert cuda.held[-1] == pytest.approx(1e-3, rel=0.01)
+    assert cuda.holds[-1] == pytest.approx(1e-3, rel=0.01)
 
 
 def test_alone_such_an_operation_shows_the_host():
