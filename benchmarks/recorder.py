@@ -87,6 +87,9 @@ def main() -> None:
     times: dict[tuple[str, str], list[float]] = {}
     has_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
+    if has_gpu:
+        torch.cuda._sleep(CYCLES)  # the host loads a kernel when it is first started
+        torch.cuda.synchronize()
     measured = [(*work, torch.device("cpu")) for work in WORK] + [(*GPU_WORK, device)] * has_gpu
     with tempfile.TemporaryDirectory() as directory:
         for round_index in range(ROUNDS):

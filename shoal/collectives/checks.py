@@ -12,6 +12,7 @@ import torch
 
 from shoal.collectives.operands import bytes_of, require_dense
 from shoal.collectives.refusal import described, refusal, type_name
+from shoal.collectives.stripes import Stripes
 from shoal.errors import CollectiveError
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "require_pairs",
     "require_parts",
     "require_size",
+    "require_stripes",
     "require_tag",
     "require_type",
     "split_bytes",
@@ -184,6 +186,27 @@ def contiguous_bytes(tensor: torch.Tensor) -> int:
             change="give one, such as a view of one dim",
         )
     return bytes_of(tensor)
+
+
+def require_stripes(buffer: torch.Tensor, stripes: Stripes, ranks: int) -> None:
+    """Raise CollectiveError unless the stripes are of whole elements, apart, and within the buffer."""
+    element, nbytes, end = buffer.element_size(), bytes_of(buffer), 0
+    for offset, part in stripes.positions:
+        after = offset + ranks * part
+        if after > nbytes or offset % element or part % element or offset < end:
+            why = (
+                f"is not within the buffer of {nbytes} bytes"
+                if after > nbytes
+                else "overlaps the one before it"
+                if offset < end
+                else f"is not of whole elements of {element} bytes"
+            )
+            raise refusal(
+                f"a stripe of {part} bytes a rank at {offset} {why}",
+                possible=f"stripes in the order of their positions, each of {ranks} equal parts",
+                change="give the bytes of the buffer's own layout",
+            )
+        end = after
 
 
 def split_bytes(tensor: torch.Tensor, splits: Sequence[int], ranks: int, what: str) -> list[int]:

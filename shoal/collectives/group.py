@@ -242,17 +242,19 @@ class ProcessGroup(NamedGroup):
 
     def all_gather_stripes(self, buffer: torch.Tensor, stripes: Stripes) -> dist.Work:
         """Give every rank all parts of the tensors in a buffer, in place; all ranks are on one host."""
+        slot = stripes.part_bytes
         operation = Operation(
             "all_gather", buffer, buffer, [buffer],
-            nbytes=contiguous_bytes(buffer), whole=0, slot=0, stripes=stripes,
+            nbytes=contiguous_bytes(buffer), whole=slot * self._size, slot=slot, stripes=stripes,
         )  # fmt: skip
         return self._run(operation, _ALL_GATHER)
 
     def reduce_scatter_stripes(self, buffer: torch.Tensor, stripes: Stripes) -> dist.Work:
         """Sum this rank's parts of the tensors in a buffer, in place; all ranks are on one host."""
+        whole = stripes.part_bytes * self._size
         operation = Operation(
             "reduce_scatter", buffer, buffer, [buffer],
-            nbytes=contiguous_bytes(buffer), whole=0, slot=0, stripes=stripes, reduces=buffer.dtype,
+            nbytes=contiguous_bytes(buffer), whole=whole, slot=whole, stripes=stripes, reduces=buffer.dtype,
         )  # fmt: skip
         return self._run(operation, _REDUCE_SCATTER)
 

@@ -7,6 +7,8 @@ rounds (`rounds.py`), each of as many bytes as a buffer holds:
     fold    all-reduce: sum the own part of all buffers, in place   | all ranks meet
     take    copy, or sum for reduce-scatter, from all buffers to the result
 
+Stripes are packed by `put` and unpacked by `take`.
+
 A rank sums in the order of ranks, and an all-reduce's part is summed by one rank, so that all ranks get the
 same bits. Sums of 16-bit floats are taken in fp32 and rounded once, as on the host.
 
@@ -81,7 +83,7 @@ class OneDevice:
 
     def may_take(self, operation: Operation, opts: Any) -> bool:
         """Return whether the operation is done here if all ranks share a device; equal on all ranks."""
-        is_offered = operation.collective in COLLECTIVES and operation.stripes is None
+        is_offered = operation.collective in COLLECTIVES
         if not self._may_be_shared or not is_offered or operation.slot < self._least:
             return False
         return operation.reduces is None or (operation.reduces in SUMMED_AS and hash(opts.reduceOp) in _SUMS)
@@ -208,6 +210,8 @@ def _described(operation: Operation, opts: Any) -> list[int]:
         numbers = reduction_numbers(opts.reduceOp, operation.reduces)
     call = Call(COLLECTIVE_NUMBERS[operation.collective], 0, *numbers, operation.root)
     call.bytes = operation.nbytes
+    if operation.stripes is not None:
+        call.stripes, call.stripe_count = operation.stripes.address, operation.stripes.count
     return describe_call(call, operation.input)
 
 

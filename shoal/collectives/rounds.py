@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -43,12 +44,13 @@ def rounds(operation: Operation, buffers: Buffers, rank: int, *, is_average: boo
     """Yield the rounds of a collective.
 
     Args:
-        operation: The collective, one of `COLLECTIVES`.
+        operation: The collective, one of `COLLECTIVES`; of stripes, one that gathers or scatters.
         buffers: Each rank's buffer: uint8, of one size, which is a multiple of the operand's elements.
         rank: This rank.
         is_average: Whether sums are divided by the number of ranks.
     """
-    return COLLECTIVES[operation.collective](operation, buffers, rank, is_average)
+    of_kind = COLLECTIVES if operation.stripes is None else _OF_STRIPES
+    return of_kind[operation.collective](operation, buffers, rank, is_average)
 
 
 def _all_reduce(operation: Operation, buffers: Buffers, rank: int, is_average: bool) -> Iterator[Round]:
@@ -104,6 +106,88 @@ def _broadcast(operation: Operation, buffers: Buffers, rank: int, is_average: bo
             yield Round(None, None, partial(part.copy_, given))
 
 
+class _Piece(NamedTuple):
+    """Elements of a stripe, equally many of each rank's part: rank i's begin at `first + i * part`."""
+
+    first: int
+    part: int
+    elements: int
+
+    def of(self, buffer: torch.Tensor, rank: int) -> torch.Tensor:
+        begin = self.first + rank * self.part
+        return buffer[begin : begin + self.elements]
+
+
+def _pieces(operation: Operation, width: int) -> Iterator[list[_Piece]]:
+    """Yield the pieces of all stripes, as many for each round as have `width` elements of a rank together."""
+    assert operation.input is not None
+    assert operation.stripes is not None
+    element, pieces, room = operation.input.element_size(), list[_Piece](), width
+    for first, part in operation.stripes.positions:
+        at, end = first // element, (first + part) // element
+        while at < end:
+            pieces.append(_Piece(at, part // element, min(end - at, room)))
+            at += pieces[-1].elements
+            room -= pieces[-1].elements
+            if room == 0:
+                yield pieces
+                pieces, room = [], width
+    if pieces:
+        yield pieces
+
+
+def _all_gather_stripes(
+    operation: Operation, buffers: Buffers, rank: int, is_average: bool
+) -> Iterator[Round]:
+    """Put the own pieces one after another, and take those of the others: few kernels for many tensors."""
+    assert operation.input is not None
+    buffer = _flat(operation.input)
+    typed = [each.view(buffer.dtype) for each in buffers]
+    others = [other for other in range(len(buffers)) if other != rank]
+    for pieces in _pieces(operation, typed[rank].numel()):
+        counts = [each.elements for each in pieces]
+        packed = [each[: sum(counts)].split(counts) for each in typed]
+        yield Round(
+            partial(torch._foreach_copy_, packed[rank], [each.of(buffer, rank) for each in pieces]),
+            None,
+            partial(
+                torch._foreach_copy_,
+                [each.of(buffer, other) for other in others for each in pieces],
+                [part for other in others for part in packed[other]],
+            ),
+        )
+
+
+def _reduce_scatter_stripes(
+    operation: Operation, buffers: Buffers, rank: int, is_average: bool
+) -> Iterator[Round]:
+    """Put all pieces, rank by rank, and take the sum of the own ones."""
+    assert operation.input is not None
+    buffer, size = _flat(operation.input), len(buffers)
+    typed = [each.view(buffer.dtype) for each in buffers]
+    for pieces in _pieces(operation, typed[rank].numel() // size):
+        counts = [each.elements for each in pieces]
+        width = sum(counts)
+        rows = [each[: size * width].view(size, width) for each in typed]
+        yield Round(
+            partial(
+                torch._foreach_copy_,
+                [part for row in rows[rank] for part in row.split(counts)],
+                [each.of(buffer, other) for other in range(size) for each in pieces],
+            ),
+            None,
+            partial(
+                _sum_apart,
+                [each[rank] for each in rows],
+                rank,
+                [each.of(buffer, rank) for each in pieces],
+                is_average,
+            ),
+        )
+
+
+_OF_STRIPES = {"all_gather": _all_gather_stripes, "reduce_scatter": _reduce_scatter_stripes}
+
 COLLECTIVES = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
@@ -128,6 +212,12 @@ def _sum(parts: Sequence[torch.Tensor], to: torch.Tensor, is_average: bool) -> N
     if is_average:
         total /= len(parts)
     to.copy_(total)
+
+
+def _sum_apart(parts: Sequence[torch.Tensor], rank: int, to: list[torch.Tensor], is_average: bool) -> None:
+    """Copy the sum of the parts to tensors that together are as long; nobody else reads this rank's part."""
+    _sum(parts, parts[rank], is_average)
+    torch._foreach_copy_(to, parts[rank].split([each.numel() for each in to]))
 
 
 def _copy_all(parts: Sequence[torch.Tensor], to: torch.Tensor) -> None:

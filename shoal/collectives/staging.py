@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.collectives.background import Background
+from shoal.collectives.checks import require_stripes
 from shoal.collectives.codes import reduction_numbers
 from shoal.collectives.device_copies import DeviceCopies
 from shoal.collectives.device_memory import CudaMemory
@@ -143,6 +144,9 @@ class Staging:
         """Begin a collective; arguments and errors are those of `NativeGroup.run`."""
         if operation.reduces is not None:
             reduction_numbers(opts.reduceOp, operation.reduces)  # refused now, and not in the background
+        if operation.stripes is not None:
+            assert operation.input is not None
+            require_stripes(operation.input, operation.stripes, self._native.size)
         copies = self._copies_for(operation.input, operation.output)
         work = StagedWork(copies, operation.result, copies.mark(), None, operation.input, self._completing)
         settings = _Settings.of(opts)

@@ -18,7 +18,13 @@ class Stripes:
     """
 
     def __init__(self, stripes: Sequence[tuple[int, int]]) -> None:
-        numbers = [number for stripe in stripes for number in stripe]
+        self.positions = tuple(stripes)
+        numbers = [number for stripe in self.positions for number in stripe]
         self._numbers = (ctypes.c_uint64 * len(numbers))(*numbers)
         self.address = ctypes.addressof(self._numbers)
-        self.count = len(stripes)
+        self.count = len(self.positions)
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of one rank's parts of all tensors."""
+        return sum(part for _, part in self.positions)

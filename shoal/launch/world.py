@@ -121,7 +121,7 @@ def join(
             rank=world.rank,
             world_size=world.ranks,
             timeout=limit,
-            # NCCL then connects here: not at first use, in whatever order the ranks use their groups.
+            # NCCL then makes its communicator here; `shoal.parallel` uses it before other groups.
             device_id=device if "nccl" in backend else None,
         )
     except RuntimeError as error:
@@ -159,8 +159,8 @@ def _backend(world: World, device: torch.device, store: Store, limit: timedelta)
         backend = backend_for(identities)
         if backend == "shoal" and world.rank == 0:
             print(
-                f"{sharing(identities)} ranks share a GPU, so all ranks communicate through shoal, by way of "
-                "the host: for proofs and development, not for speed",
+                f"{sharing(identities)} ranks share a GPU, so all ranks communicate through shoal: "
+                "for proofs and development, not for speed",
                 file=sys.stderr,
             )
         return backend

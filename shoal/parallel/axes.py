@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from shoal.collectives import ProcessGroup
 from shoal.parallel.communication import Axis, backend_of
+from shoal.parallel.connections import Connections
 from shoal.plan import Group, Groups, Plan
 from shoal.record import Recorder
 from shoal.timeline import Purpose
@@ -185,8 +186,8 @@ class Axes:
         """Make the process groups of a Plan's mesh from the default group; all its ranks must call this.
 
         All ranks make all groups in one order, also those that they are not in, as `torch.distributed` asks.
-        NCCL connects each group here: if it did at first use, ranks that use their groups in different orders
-        would wait for each other forever.
+        Those of NCCL are used for the first time here, in this order, so that it connects them
+        (`connections.py`).
 
         Args:
             plan: A Plan for the number of ranks of the default group.
@@ -204,14 +205,23 @@ class Axes:
         both = (groups, Groups.of(plan.replace(exchange="local")) if plan.exchanged.is_chosen else groups)
         reach = Reach()
         made: dict[Members, dist.ProcessGroup | None] = {}
+        connections = Connections(rank, _device() if _uses_nccl() else None)
+        connections.for_collectives(tuple(range(ranks)), None)
 
-        def axis(name: str, pattern: Group, purpose: Purpose, *, own: bool = False) -> Axis:
-            return among(name, pattern.tile(ranks), purpose, own=own)
+        def axis(
+            name: str, pattern: Group, purpose: Purpose, *, own: bool = False, has_messages: bool = False
+        ) -> Axis:
+            found = among(name, pattern.tile(ranks), purpose, own=own)
+            if has_messages:
+                connections.for_all_pairs(found.members, found.group)
+            return found
 
         def among(name: str, groups: Sequence[Members], purpose: Purpose, *, own: bool) -> Axis:
             for members in groups:
                 if members not in made or own:
                     made[members] = _process_group(members, ranks, own=own)
+                    if made[members] is not None:
+                        connections.for_collectives(members, made[members])
             members = next(group for group in groups if rank in group)
             return Axis(name, members, rank, made[members], recorder, purpose)
 
@@ -269,7 +279,7 @@ class Axes:
         )
         pp = axis("pp", groups.pp, Purpose.PIPELINE, own=True)
         if plan.pp > 1 and _uses_nccl():
-            pp.channels.update(_channels(plan.placement, groups.pp.tile(ranks), rank))
+            pp.channels.update(_channels(plan.placement, groups.pp.tile(ranks), rank, connections))
         together, apart = (
             _Step(axis("in step", each.in_step, Purpose.CONTROL), mean)
             for each, mean in zip(both, averaged, strict=True)
@@ -278,12 +288,12 @@ class Axes:
             world=axis("world", groups.world, Purpose.CONTROL),
             dp=axis("dp", groups.dp, of_data),
             data=data,
-            cp=axis("cp", groups.cp, Purpose.CONTEXT, own=True),
-            tp=axis("tp", groups.tp, Purpose.TENSOR),
+            cp=axis("cp", groups.cp, Purpose.CONTEXT, own=True, has_messages=True),
+            tp=axis("tp", groups.tp, Purpose.TENSOR, has_messages=plan.tensor == "async"),
             # Only experts communicate over this axis: their tokens are counted over whole sequences.
             sequence=axis("sequence", groups.sequence, Purpose.EXPERT),
             # Its own group: reductions and all-to-alls of experts may start in different orders on ranks.
-            ep=axis("ep", groups.ep, Purpose.EXPERT, own=plan.ep > 1),
+            ep=axis("ep", groups.ep, Purpose.EXPERT, own=plan.ep > 1, has_messages=plan.ep > 1),
             pp=pp,
             parts=axis("parts", groups.parts, Purpose.CONTROL),
             workers=axis("workers", groups.workers, of_data, own=True),
@@ -306,7 +316,7 @@ def _ends(groups: Groups, ranks: int) -> list[Members]:
 
 
 def _channels(
-    placement: Sequence[int], pipelines: Sequence[Members], rank: int
+    placement: Sequence[int], pipelines: Sequence[Members], rank: int, connections: Connections
 ) -> dict[int, dist.ProcessGroup]:
     """Make a group for each two ranks of a pipeline with neighbouring stages.
 
@@ -318,6 +328,7 @@ def _channels(
     for line in pipelines:
         for one, other in pairs:
             group = _new_group((line[one], line[other]))
+            connections.for_messages((line[one], line[other]), group)
             if rank in (line[one], line[other]):
                 channels[other if rank == line[one] else one] = group
     return channels
@@ -334,10 +345,15 @@ def _new_group(members: Members) -> dist.ProcessGroup:
     # For NCCL alone: the default group may have another backend for the CPU, which is for Python objects.
     nccl: dict[str, Any] = {}
     if _uses_nccl():
-        bound = getattr(dist.group.WORLD, "bound_device_id", None)
-        nccl = {"backend": "nccl", "device_id": bound or torch.device("cuda", torch.cuda.current_device())}
+        nccl = {"backend": "nccl", "device_id": _device()}
     group: dist.ProcessGroup = dist.new_group(list(members), timeout=_default_timeout(), **nccl)
     return group
+
+
+def _device() -> torch.device:
+    """Return the device of this rank's groups of NCCL."""
+    bound: torch.device | None = getattr(dist.group.WORLD, "bound_device_id", None)
+    return bound or torch.device("cuda", torch.cuda.current_device())
 
 
 def _uses_nccl() -> bool:

@@ -43,7 +43,11 @@ _BESIDE_BYTES = 4 << 20
 
 
 def form_groups(place: Place, groups: Sequence[Sequence[int]]) -> dist.ProcessGroup:
-    """Make process groups of the probe's backend, one for each rank; return this rank's."""
+    """Make process groups of the probe's backend, one for each rank; return this rank's.
+
+    Each group has had a collective of all its ranks: NCCL forms it at the first operation, and would wait
+    forever for a rank that takes no part in that.
+    """
     own: dist.ProcessGroup | None = None
     for members in groups:
         options: Any = Options.from_environment() if place.backend == "shoal" else None
@@ -51,6 +55,8 @@ def form_groups(place: Place, groups: Sequence[Sequence[int]]) -> dist.ProcessGr
         if place.ranks.rank in members:
             own = group
     assert own is not None
+    dist.all_reduce(torch.zeros(1, device=place.device), group=own)
+    place.finish()
     return own
 
 

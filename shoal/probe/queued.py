@@ -3,11 +3,13 @@
 A small operation alone takes as long as its start by the host. So the device is first held: it waits for a
 given time, while the host starts many repetitions and an event before and after them. When the device is
 released they run one behind another, and the time between the events is the device's alone. If the host was
-not done when the device was released, the device is held for longer and all is repeated.
+not done when the device was released, the device is held for longer and all is repeated. Events say how long
+the device was held: it waits for a number of its cycles, and its clock varies.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from statistics import median
@@ -25,6 +27,8 @@ _FIRST = 4  # repetitions that tell how many fill a turn
 _SPARE = 2.0  # times the host's expected seconds that the device is held
 _LEAST_HOLD = 1e-3
 _TRIES = 6
+_CYCLES = 10_000_000  # 5 ms of a GPU at 2 GHz
+_STEADY = 0.01  # change of a clock's rate between two holds that is none
 
 
 class Clock(Protocol):
@@ -34,7 +38,7 @@ class Clock(Protocol):
         """Return the host's time in seconds."""
 
     def hold(self, seconds: float) -> None:
-        """Let the device wait for so long before it runs what is started next."""
+        """Let the device wait for about so long before it runs what is started next."""
 
     def mark(self) -> Any:
         """Start an event that keeps the device's time when it is reached."""
@@ -51,13 +55,23 @@ class CudaClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        cycles = 10_000_000
-        self._cycles = float(cycles)
+        # The host loads a kernel when it is first started, and the device waits meanwhile: that is no hold.
+        # An idle device has a slow clock, which rises within milliseconds.
+        rate = self._rate()
+        for _ in range(_TRIES):
+            before, rate = rate, self._rate()
+            if math.isclose(before, rate, rel_tol=_STEADY):
+                break
+        self._cycles = rate
+
+    def _rate(self) -> float:
+        """Return the device's cycles in a second, by a hold."""
+        self.finish()
         first = self.mark()
-        torch.cuda._sleep(cycles)
+        torch.cuda._sleep(_CYCLES)
         second = self.mark()
         self.finish()
-        self._cycles = cycles / self.between(first, second)
+        return _CYCLES / self.between(first, second)
 
     def now(self) -> float:
         """See `Clock`."""
@@ -122,16 +136,17 @@ def _repeated(operation: Operation, count: int, clock: Clock) -> float:
     seconds = 0.0
     for _ in range(_TRIES):
         clock.finish()
+        start = clock.mark()
+        began = clock.now()
         clock.hold(hold)
         first = clock.mark()
-        began = clock.now()
         for _ in range(count):
             operation()
         second = clock.mark()
         host = clock.now() - began
         clock.finish()
         seconds = clock.between(first, second) / count
-        if host < hold:
+        if host < clock.between(start, first):
             break
         hold = _SPARE * max(hold, host)
     return seconds

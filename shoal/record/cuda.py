@@ -31,6 +31,8 @@ class CudaEvents(DeviceEvents):
         self._device = device
         self._idle = torch.cuda.Stream(device, priority=_PRIORITY)
         self._streams: dict[str, torch.cuda.Stream] = {}
+        with torch.cuda.stream(self._idle):
+            self.hold(0.0)  # the host loads a kernel when it is first started: not within a step
 
     def new_event(self) -> torch.cuda.Event:
         """See `DeviceEvents.new_event`."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from late_device import LateDevice, LateMemory
 
 from shoal.check import Comparison, Trial
-from shoal.collectives import ProcessGroup
+from shoal.collectives import ProcessGroup, Stripes
 from shoal.collectives.core import load_core
 from shoal.collectives.device_memory import DeviceMemory
 from shoal.collectives.host_buffers import HostBuffers
@@ -99,7 +99,7 @@ def _consume(begun: dict[str, Any]) -> None:
         LATE.launch(lambda result=result: result.fill_(torch.nan))
 
 
-def _calls(group: dist.ProcessGroup) -> Iterator[Callable[..., Any]]:
+def _calls(group: Any) -> Iterator[Callable[..., Any]]:
     """Calls that get this rank's tensor, memory for results, and the tensors of all ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     given: dict[str, Any] = {"group": group, "async_op": True}
@@ -152,8 +152,24 @@ def _calls(group: dist.ProcessGroup) -> Iterator[Callable[..., Any]]:
         assert counted.item() == size * (size + 1) // 2
         return dist.barrier(**given), [], []
 
+    places = [(0, 2), (2 * size + 1, 3)]  # first element and elements of a part, of two tensors
+    stripes = Stripes([(4 * first, 4 * part) for first, part in places])
+
+    def gather_stripes(own: torch.Tensor, out: torch.Tensor, inputs: Parts) -> Any:
+        parts = [own[first : first + size * part] for first, part in places]
+        wanted = [
+            torch.cat([each[first + index * part :][:part] for index, each in enumerate(inputs)])
+            for first, part in places
+        ]
+        return group.all_gather_stripes(own, stripes), parts, wanted
+
+    def scatter_stripes(own: torch.Tensor, out: torch.Tensor, inputs: Parts) -> Any:
+        parts = [own[first + rank * part :][:part] for first, part in places]
+        wanted = [sum(inputs)[first + rank * part :][:part] for first, part in places]
+        return group.reduce_scatter_stripes(own, stripes), parts, wanted
+
     yield from (all_reduce, of_the_host, broadcast, reduce, all_gather, all_gather_list, reduce_scatter)
-    yield from (all_to_all, coalesced, ring)
+    yield from (all_to_all, coalesced, ring, gather_stripes, scatter_stripes)
 
 
 class _Both:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import time
 import warnings
 import weakref
@@ -20,8 +21,9 @@ from fault_ranks import Ended, form
 from late_device import LateMemory
 from torch.distributed.distributed_c10d import ReduceOp
 
-from shoal.collectives import one_device
+from shoal.collectives import Stripes, one_device
 from shoal.collectives.device_copies import DeviceCopies
+from shoal.collectives.staging import Staging
 from shoal.errors import CollectiveError
 
 
@@ -77,6 +79,59 @@ def work_in_pieces_that_overlap() -> None:
             dist.reduce_scatter_tensor(result, memory[: size * part], group=group)
             torch.testing.assert_close(result, sum(wholes)[rank * part :][:part])
         assert group._staging._one_device._shared.capacity == 1 << 12
+
+
+def move_stripes(seed: int, backend: str) -> None:
+    """Random stripes with gaps between them, gathered and summed in place, none by way of the host."""
+    rank, size, choose = dist.get_rank(), dist.get_world_size(), random.Random(seed)
+    not_there = AssertionError("stripes went by way of the host")
+    with _group(backend) as group, mock.patch.object(Staging, "_read", side_effect=not_there):
+        for case in range(8):
+            places, end = list[tuple[int, int]](), 0
+            for _ in range(case):
+                places.append((end + choose.randrange(3), choose.choice((0, 1, 7, 333, 4097))))
+                end = places[-1][0] + size * places[-1][1]
+            dtype = choose.choice((torch.float32, torch.bfloat16, torch.float64))
+            stripes = Stripes([(first * dtype.itemsize, part * dtype.itemsize) for first, part in places])
+            given = [_whole_numbers(seed + case, each, end + 2, dtype) for each in range(size)]
+
+            wanted = given[rank].clone()
+            for first, part in places:
+                for each, theirs in enumerate(given):
+                    own = slice(first + each * part, first + (each + 1) * part)
+                    wanted[own] = theirs[own]
+            buffer = given[rank].clone()
+            group.all_gather_stripes(buffer, stripes).wait()
+            assert torch.equal(buffer, wanted), places
+
+            buffer = given[rank].clone()
+            group.reduce_scatter_stripes(buffer, stripes).wait()
+            for first, part in places:
+                own = slice(first + rank * part, first + (rank + 1) * part)
+                assert torch.equal(buffer[own], torch.stack(given).sum(0)[own]), places
+        assert _is_there(group)
+
+
+def _whole_numbers(seed: int, rank: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Whole numbers, whose sums are exact in every type."""
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    return torch.randint(-9, 9, (count,), generator=generator).to(dtype)
+
+
+def refuse_stripes() -> list[str]:
+    """The errors for stripes that do not fit their buffer; the group goes on after them."""
+    texts = []
+    with _group() as group:
+        buffer = torch.ones(64)
+        for places in ([(0, 132)], [(0, 64), (120, 4)], [(0, 6)]):
+            for call in (group.all_gather_stripes, group.reduce_scatter_stripes):
+                try:
+                    call(buffer, Stripes(places))
+                except CollectiveError as failure:
+                    texts.append(f"{failure.fault}: {failure}")
+        dist.all_reduce(buffer, group=group)
+        assert torch.all(buffer == dist.get_world_size())
+    return texts
 
 
 def call_out_of_step() -> None:
@@ -206,6 +261,9 @@ def fail(how: str) -> tuple[str, str, int]:
             time.sleep(1.5)
         elif how == "calls another":
             dist.all_reduce(torch.ones(11 if is_odd else 10), group=group)
+        elif how == "has other stripes":
+            stripes = Stripes([(4, 8), (28, 4)] if is_odd else [(0, 8), (28, 4)])
+            group.all_gather_stripes(torch.ones(10), stripes).wait()
         elif how == "fails" and is_odd:
             with mock.patch.object(one_device, "rounds", side_effect=MemoryError("no memory")):
                 dist.all_reduce(torch.ones(10), group=group)

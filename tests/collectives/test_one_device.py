@@ -23,6 +23,20 @@ def test_operands_larger_than_a_buffer_may_overlap_their_results(ranks):
     ranks.run(cases.work_in_pieces_that_overlap, 3)
 
 
+@pytest.mark.parametrize(
+    ("size", "backend"), [(2, "shoal_prompt_shared"), (3, "shoal_prompt_shared"), (3, "shoal_pieces")]
+)
+def test_stripes_of_a_buffer_are_gathered_and_summed_there(ranks, size, backend):
+    ranks.run(cases.move_stripes, size, size, backend)
+
+
+def test_stripes_that_do_not_fit_are_refused_and_the_group_goes_on(ranks):
+    for texts in ranks.run(cases.refuse_stripes, 2):
+        for each in ("not within the buffer", "overlaps", "whole elements"):
+            assert sum(each in text for text in texts) == 2
+        assert all(text.startswith("invalid") for text in texts)
+
+
 def test_messages_and_other_groups_do_not_wait_for_a_collective_on_the_device(ranks):
     ranks.run(cases.call_out_of_step, 3)
 
@@ -54,6 +68,12 @@ def test_calls_that_differ_are_refused_on_all_ranks(ranks):
     for text, fault, _ in ranks.run(cases.fail, 3, "calls another"):
         assert fault == "mismatch"
         assert "44 bytes" in text
+
+
+def test_stripes_that_differ_are_refused_on_all_ranks(ranks):
+    for text, fault, _ in ranks.run(cases.fail, 3, "has other stripes"):
+        assert fault == "mismatch"
+        assert "in 2 stripes" in text
 
 
 def test_a_rank_that_fails_frees_the_others(ranks):

@@ -66,6 +66,27 @@ def attention_with_a_slow_forward():
         device.time_on_device = usual
 
 
+def first_uses_of_groups(host_of):
+    """What each group does first on this rank when pairs of hosts are measured; with 3 hosts one is odd."""
+    import torch.distributed as dist
+
+    import shoal.probe.links as links
+
+    first, all_reduce, exchange = {}, dist.all_reduce, links._exchange
+
+    def noted_all_reduce(tensor, *arguments, group=None, **named):
+        first.setdefault(group, "collective")
+        return all_reduce(tensor, *arguments, group=group, **named)
+
+    def noted_exchange(group, *arguments):
+        first.setdefault(group, "messages")
+        exchange(group, *arguments)
+
+    with patch.object(dist, "all_reduce", noted_all_reduce), patch.object(links, "_exchange", noted_exchange):
+        links.measure_hosts(place_of("gloo", host_of))
+    return [use for group, use in first.items() if group is not None]
+
+
 def measured_links(host_of):
     from shoal.probe.links import measure_hosts, measure_links
     from shoal.probe.turns import Effort
@@ -122,3 +143,8 @@ def test_four_hosts_are_paired_with_both_neighbours_and_with_far_ones(pool):
 def test_hosts_with_unequal_numbers_of_ranks_are_refused(pool):
     with pytest.raises(WorkerError, match="the hosts have 2, 1 ranks"):
         pool.run(measured_links, 3, (0, 0, 1))
+
+
+def test_all_ranks_of_a_group_join_its_first_operation(pool):
+    """NCCL forms a group then, and waits for all its ranks: also for a host that has no pair."""
+    assert pool.run(first_uses_of_groups, 3, (0, 1, 2)) == [["collective"]] * 3

@@ -20,6 +20,7 @@ class Stream:
     def __init__(self, device: torch.device, priority: int) -> None:
         assert (device, priority) == (DEVICE, -1)
         self.waits_for: list[Stream] = []
+        self.cycles: list[int] = []
 
     def wait_stream(self, other: Stream) -> None:
         self.waits_for.append(other)
@@ -56,6 +57,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[Stream]:
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: streams[-1])
     monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: streams[-1].cycles.append(cycles))
     return streams
 
 
@@ -73,6 +75,15 @@ def test_events_are_recorded_on_the_stream_that_is_meant(current: list[Stream]) 
     assert len({id(event.stream) for event in (first, aside, alone)}) == 3
     events.follow("dp")
     assert aside.stream.waits_for == [current[0]]
+
+
+def test_the_kernel_of_a_hold_is_loaded_before_a_step_is_held(current: list[Stream]) -> None:
+    events = CudaEvents(DEVICE)
+    alone = events.new_event()
+    events.record_alone(alone)
+    assert alone.stream.cycles == [0]  # where no step waits for it
+    events.hold(1.0)
+    assert current[0].cycles[0] > 1e9
 
 
 def test_seconds_are_those_between_events(current: list[Stream]) -> None:
