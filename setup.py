@@ -6,7 +6,9 @@ without it, and trains over gloo; a wheel that is built so is for any platform.
 """
 
 import hashlib
+import os
 import platform
+from concurrent.futures import ThreadPoolExecutor
 from glob import glob
 from pathlib import Path
 
@@ -36,7 +38,15 @@ class BuildCore(build_ext):
             Path(CORE).unlink(missing_ok=True)
 
     def build_extension(self, extension):
-        """As `build_ext`, which goes on without the core where this raises."""
+        """As `build_ext`, which goes on without the core where this raises; all cores compile."""
+        compile_all = self.compiler.compile
+
+        def compile_each(sources, **options):
+            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+                made = pool.map(lambda source: compile_all([source], **options), sources)
+                return [file for files in made for file in files]
+
+        self.compiler.compile = compile_each
         try:
             super().build_extension(extension)
         except (CCompilerError, BaseError):
