@@ -60,7 +60,11 @@ class Dropout(nn.Module):
     def name(self, name: str) -> None:
         self._name = name
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-        self._salt = int.from_bytes(digest, "little", signed=True)
+        salt = int.from_bytes(digest, "little", signed=True)
+        # A tensor, because each number would be compiled into a graph of its own; no buffer, because
+        # materialising a model would lose its value; on a CPU, because every device takes it from there as
+        # an argument of the kernel, without a copy to wait for.
+        self._salt = torch.tensor(salt, dtype=torch.int64, device="cpu")
 
     def forward(self, hidden: Tensor, keys: Tensor | None = None) -> Tensor:
         """Drop elements of `hidden`.
