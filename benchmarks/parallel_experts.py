@@ -18,6 +18,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn.utils import get_total_norm
 
 from shoal.models import Mixture, next_token_loss
+from shoal.models.expert_products import Runs
 
 __all__ = ["exchange_in_a_loop", "keep_experts", "over_all_to_all"]
 
@@ -61,12 +62,12 @@ def over_all_to_all(backend: str, task: Task, rank: int) -> Step:
     return loop(dealt(task, rank), gradients, update)
 
 
-def exchange_in_a_loop(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def exchange_in_a_loop(rows: Tensor, choices: Runs, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """What `Mixture.compute` does, over the default group.
 
     Args:
         rows: `[rows, hidden]`, sorted by expert.
-        counts: `[experts]`, int64: how many of this rank's rows each expert gets.
+        choices: How many of this rank's rows each expert gets.
         gate: This rank's `[experts / ranks, ffn, hidden]`, and `up` as well.
         up: See `gate`.
         down: This rank's `[experts / ranks, hidden, ffn]`.
@@ -74,7 +75,7 @@ def exchange_in_a_loop(rows: Tensor, counts: Tensor, gate: Tensor, up: Tensor, d
     Returns:
         `[rows, hidden]`, in the order of `rows`.
     """
-    ranks, local = dist.get_world_size(), len(gate)
+    ranks, local, counts = dist.get_world_size(), len(gate), choices.counts
     arriving = torch.empty_like(counts)
     dist.all_to_all_single(arriving, counts)
     sent, received = (each.view(ranks, local).sum(1).tolist() for each in (counts, arriving))

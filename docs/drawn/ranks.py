@@ -14,7 +14,7 @@ from drawn.svg import BLUE, COLORS, WIDTH, arrow, box, text
 from drawn.svg import svg as drawing
 from drawn.watched import watch
 from shoal.models import Mixture, TransformerConfig
-from shoal.models.expert_products import Multiply
+from shoal.models.expert_products import Multiply, Runs
 from shoal.models.experts import run_experts
 from shoal.parallel.axes import Axes
 from shoal.parallel.expert.expert import cut_experts, expert_parallel
@@ -68,9 +68,9 @@ def rows_to_experts() -> tuple[list[list[Row]], list[list[Row]]]:
             hidden[0, token, [first, second, -2, -1]] = torch.tensor([2.0, 1.0, token, axis.index])
         expert_parallel(mixture, axis)
 
-        def watched_experts(rows: Tensor, counts: Tensor, *weights: Tensor, multiply: Multiply) -> Tensor:
-            axis.note("experts", rows, counts)
-            return run_experts(rows, counts, *weights, multiply=multiply)
+        def watched_experts(rows: Tensor, runs: Runs, *weights: Tensor, multiply: Multiply) -> Tensor:
+            axis.note("experts", rows, runs.counts)
+            return run_experts(rows, runs, *weights, multiply=multiply)
 
         with patch("shoal.parallel.expert.expert.run_experts", watched_experts):
             mixture(hidden)

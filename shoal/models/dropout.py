@@ -16,7 +16,7 @@ Keys are given with the call, not kept between calls, so that a forward that is 
 from __future__ import annotations
 
 import hashlib
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,19 @@ class Dropout(nn.Module):
     def name(self, name: str) -> None:
         self._name = name
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-        self._salt = int.from_bytes(digest, "little", signed=True)
+        salt = int.from_bytes(digest, "little", signed=True)
+        # A tensor, because each number would be compiled into a graph of its own; no buffer, because
+        # materialising a model would lose its value; on a CPU, because every device takes it from there as
+        # an argument of the kernel, without a copy to wait for.
+        self._salt = torch.tensor(salt, dtype=torch.int64, device="cpu")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies are made of: the salt follows from the name, wherever the copy is made."""
+        return {name: value for name, value in vars(self).items() if name != "_salt"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.name = state["_name"]
 
     def forward(self, hidden: Tensor, keys: Tensor | None = None) -> Tensor:
         """Drop elements of `hidden`.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, final
 
 import torch
@@ -20,22 +21,69 @@ from torch.autograd.function import once_differentiable
 __all__ = [
     "ExpertProducts",
     "GroupedProducts",
+    "HostCopy",
     "LoopedProducts",
     "Multiply",
+    "NoProducts",
+    "Runs",
     "expert_products",
     "multiply_by_experts",
 ]
 
-Multiply = Callable[[Tensor, Tensor, Sequence[Tensor]], tuple[Tensor, ...]]
-"""Function from rows, counts and weights to results, such as `multiply_by_experts`."""
+
+@final
+class HostCopy:
+    """A copy of a tensor that goes to the host while the device works on; the host waits only to read it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._tensor = tensor
+        if tensor.is_cuda:
+            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._tensor.copy_(tensor, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(tensor.device))
+
+    def tolist(self) -> list[Any]:
+        """Return the numbers, once they are there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensor.tolist()
 
 
-def multiply_by_experts(rows: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+class Runs:
+    """How many rows each expert has: on the device, and on the host where it has to know.
+
+    The host waits for its device to know. It does so once for all that are made of the same rows.
+
+    Args:
+        counts: Number of rows of each expert, `[experts]`, int64; they add up to all rows.
+        read: Function that returns the same numbers on the host.
+
+    Attributes:
+        counts: As given.
+    """
+
+    def __init__(self, counts: Tensor, read: Callable[[], list[int]] | None = None) -> None:
+        self.counts = counts
+        self._read = read or counts.tolist
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """The numbers of rows, on the host, which waits for them."""
+        return self._read()
+
+
+Multiply = Callable[[Tensor, Runs, Sequence[Tensor]], tuple[Tensor, ...]]
+"""Function from rows, their runs and weights to results, such as `multiply_by_experts`."""
+
+
+def multiply_by_experts(rows: Tensor, runs: Runs, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Multiply each expert's run of rows by its matrices; under autocast in autocast's type.
 
     Args:
         rows: Rows `[rows, in]`, sorted by expert.
-        counts: Number of rows of each expert, `[experts]`, int64; they add up to all rows.
+        runs: How many rows each expert has.
         weights: Weights, `[experts, out_i, in]` each.
 
     Returns:
@@ -45,15 +93,17 @@ def multiply_by_experts(rows: Tensor, counts: Tensor, weights: Sequence[Tensor])
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         rows, weights = rows.to(dtype), [weight.to(dtype) for weight in weights]
-    results: tuple[Tensor, ...] = _Multiply.apply(expert_products(rows, counts, weights), rows, *weights)
+    results: tuple[Tensor, ...] = _Multiply.apply(expert_products(rows, runs, weights), rows, *weights)
     return results
 
 
-def expert_products(rows: Tensor, counts: Tensor, weights: Sequence[Tensor]) -> ExpertProducts:
+def expert_products(rows: Tensor, runs: Runs, weights: Sequence[Tensor]) -> ExpertProducts:
     """Return the fastest ExpertProducts for these arguments, which are those of `multiply_by_experts`."""
+    if not len(rows):
+        return NoProducts(len(runs.counts))
     if _can_group(rows, weights[0]):
-        return GroupedProducts(counts)
-    return LoopedProducts(counts)
+        return GroupedProducts(runs.counts)
+    return LoopedProducts(runs.lengths)
 
 
 class ExpertProducts(ABC):
@@ -77,6 +127,7 @@ class GroupedProducts(ExpertProducts):
     """One kernel for all experts; the host need not know how many rows each has."""
 
     def __init__(self, counts: Tensor) -> None:
+        self._counts = counts
         self._ends = counts.cumsum(0).int()
 
     def results(self, rows: Tensor, weight: Tensor) -> Tensor:
@@ -95,7 +146,10 @@ class GroupedProducts(ExpertProducts):
 
     def weight_gradient(self, gradient: Tensor, rows: Tensor) -> Tensor:
         """See `ExpertProducts`."""
-        return F.grouped_mm(gradient.t(), rows, offs=self._ends)
+        result = F.grouped_mm(gradient.t(), rows, offs=self._ends)
+        if _skips_empty_sums(rows.device):
+            result.masked_fill_((self._counts == 0)[:, None, None], 0.0)
+        return result
 
 
 @final
@@ -106,8 +160,8 @@ class LoopedProducts(ExpertProducts):
     tensors.
     """
 
-    def __init__(self, counts: Tensor) -> None:
-        self._lengths: list[int] = counts.tolist()
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self._lengths = list(lengths)
 
     def results(self, rows: Tensor, weight: Tensor) -> Tensor:
         """See `ExpertProducts`."""
@@ -131,6 +185,34 @@ class LoopedProducts(ExpertProducts):
         for matrix, (run_gradient, run) in zip(result, runs, strict=True):
             torch.mm(run_gradient.t(), run, out=matrix)
         return result
+
+
+@final
+class NoProducts(ExpertProducts):
+    """No expert has a row: a rank may get none from any other. Kernels need not take that."""
+
+    def __init__(self, experts: int) -> None:
+        self._experts = experts
+
+    def results(self, rows: Tensor, weight: Tensor) -> Tensor:
+        """See `ExpertProducts`."""
+        return rows.new_zeros(0, weight.shape[1])
+
+    def rows_gradient(self, gradients: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+        """See `ExpertProducts`."""
+        return gradients[0].new_zeros(0, weights[0].shape[-1])
+
+    def weight_gradient(self, gradient: Tensor, rows: Tensor) -> Tensor:
+        """See `ExpertProducts`."""
+        return gradient.new_zeros(self._experts, gradient.shape[-1], rows.shape[-1])
+
+
+def _skips_empty_sums(device: torch.device) -> bool:
+    """Return whether torch's grouped product leaves the sum over no rows as its memory was.
+
+    It does on Blackwell (https://github.com/pytorch/pytorch/issues/172439). On Hopper it writes zeros.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
 
 
 def _can_group(rows: Tensor, weight: Tensor) -> bool:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from shoal.models.config import TransformerConfig
-from shoal.models.expert_products import Multiply, multiply_by_experts
+from shoal.models.expert_products import Multiply, Runs, multiply_by_experts
 
 __all__ = [
     "Mixture",
@@ -48,13 +48,15 @@ class Mixture(nn.Module):
     the tokens of one forward does. Who divides such a mean by the number of micro-batches, or scales the
     loss otherwise, says so with `set_auxiliary_scale`.
 
-    Four attributes are functions that a layout over ranks replaces; see each one's default.
+    Five attributes are functions that a layout over ranks replaces; see each one's default.
 
     Attributes:
         gate, up: Weights `[experts, expert_ffn, hidden]`.
         down: Weight `[experts, hidden, expert_ffn]`.
         score: Function from hidden states and the router's matrix, both in fp32 or wider, to logits. Default:
             `F.linear`.
+        arrange: Function from the counts `[experts]` of the choices to `Runs`; it begins what `compute` needs
+            of other ranks. Default: `Runs`.
         compute: Function that runs the experts on the choices' rows. Default: `run_experts`.
         keep: Function that says which choices the capacity keeps. Default: `within_capacity`.
         share_statistics: Function from the counts `[batch, experts]` of the choices in this part of each
@@ -78,7 +80,8 @@ class Mixture(nn.Module):
         self.up = _stacked(config.experts, width, config.hidden)
         self.down = _stacked(config.experts, config.hidden, width)
         self.score: Callable[[Tensor, Tensor], Tensor] = F.linear
-        self.compute: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = run_experts
+        self.arrange: Callable[[Tensor], Runs] = Runs
+        self.compute: Callable[[Tensor, Runs, Tensor, Tensor, Tensor], Tensor] = run_experts
         self.keep: Callable[[Tensor, int, float], Tensor] = within_capacity
         self.share_statistics: Callable[[Tensor], Tensor] = _unchanged
         self.auxiliary_scale: float | Tensor = 1.0
@@ -88,16 +91,22 @@ class Mixture(nn.Module):
 
     @torch.compiler.disable  # the numbers of rows change from call to call
     def forward(self, hidden: Tensor) -> Tensor:
-        """Map `[batch, seq, hidden]` to the same shape; a token whose choices are all dropped gets zeros."""
+        """Map `[batch, seq, hidden]` to the same shape; a token whose choices are all dropped gets zeros.
+
+        The counts of choices go to other ranks and to the host as early as possible: the device computes the
+        losses, and copies the rows, while the host waits for the counts.
+        """
         logits = self._logits(hidden)
         probabilities = logits.softmax(-1)
         shares, chosen = probabilities.topk(self.per_token)
         if self.renormalize:
             shares = shares / shares.sum(-1, keepdim=True)
-        shares = self._with_auxiliary_losses(shares, chosen, logits, probabilities)
+        taken = chosen  # the choice `experts` is a dropped choice
         if self.capacity is not None:
-            chosen = chosen.masked_fill(~self.keep(chosen, self.experts, self.capacity), self.experts)
-        return self._exchange(hidden, chosen, shares)
+            taken = chosen.masked_fill(~self.keep(chosen, self.experts, self.capacity), self.experts)
+        runs = self.arrange(_count(taken.flatten(), self.experts))
+        shares = self._with_auxiliary_losses(shares, chosen, logits, probabilities)
+        return self._exchange(hidden, taken, runs, shares)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Return the router's logits `[batch, seq, experts]`, in fp32 or wider for exact choices."""
@@ -126,15 +135,14 @@ class Mixture(nn.Module):
         with_losses: Tensor = _AddLoss.apply(shares, weighted, self.auxiliary_scale)
         return with_losses
 
-    def _exchange(self, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+    def _exchange(self, hidden: Tensor, chosen: Tensor, runs: Runs, shares: Tensor) -> Tensor:
         """Give rows to experts and add up their results; the choice `experts` is a dropped choice."""
         choices = chosen.flatten()
         order = choices.argsort(stable=True)
-        counts = _count(choices, self.experts)
         if self.capacity is not None:
-            order = order[: int(counts.sum())]  # the dropped choices are the last
+            order = order[: sum(runs.lengths)]  # the dropped choices are the last
         rows = _Spread.apply(hidden.flatten(0, 1), order, self.per_token)
-        results = self.compute(rows, counts, self.gate, self.up, self.down)
+        results = self.compute(rows, runs, self.gate, self.up, self.down)
         by_choice = results.new_zeros(len(choices), results.shape[-1]).index_copy(0, order, results)
         weighted = by_choice.view(*chosen.shape, -1) * shares.to(results.dtype).unsqueeze(-1)
         return weighted.sum(-2)
@@ -142,7 +150,7 @@ class Mixture(nn.Module):
 
 def run_experts(
     rows: Tensor,
-    counts: Tensor,
+    runs: Runs,
     gate: Tensor,
     up: Tensor,
     down: Tensor,
@@ -153,7 +161,7 @@ def run_experts(
 
     Args:
         rows: Rows `[rows, hidden]`, sorted by expert.
-        counts: Number of rows of each expert, `[experts]`, int64; they add up to all rows.
+        runs: How many rows each expert has.
         gate: Weight `[experts, ffn, hidden]`.
         up: Weight `[experts, ffn, hidden]`.
         down: Weight `[experts, hidden, ffn]`.
@@ -162,8 +170,8 @@ def run_experts(
     Returns:
         `[rows, hidden]`, in the order of `rows`.
     """
-    gated, upped = multiply(rows, counts, (gate, up))
-    (results,) = multiply(F.silu(gated) * upped, counts, (down,))
+    gated, upped = multiply(rows, runs, (gate, up))
+    (results,) = multiply(F.silu(gated) * upped, runs, (down,))
     return results
 
 

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.errors import ModelError, nearest
+from shoal.models.attention import causal_attention
 from shoal.models.config import TransformerConfig
 from shoal.models.documents import Documents
 from shoal.models.dropout import Dropout, name_dropouts
@@ -133,40 +134,6 @@ class Attention(nn.Module):
         """`[batch, seq, heads * head_dim]` to `[batch, heads, seq, head_dim]`."""
         batch, seq, _ = projected.shape
         return projected.view(batch, seq, -1, self.head_dim).transpose(1, 2)
-
-
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, documents: Documents | None = None) -> Tensor:
-    """Compute attention in which each position sees itself and earlier ones, by torch's fastest kernel.
-
-    Args:
-        query: `[batch, heads, seq, head_dim]`.
-        key: `[batch, kv_heads, seq, head_dim]`, where `kv_heads` divides `heads`.
-        value: `[batch, kv_heads, seq, head_dim]`.
-        documents: Documents that attention does not leave; None if a sample is one.
-
-    Returns:
-        `[batch, heads, seq, head_dim]`.
-    """
-    if documents is not None and (lengths := documents.lengths()) is not None:
-        return _one_by_one(query, key, value, lengths)
-    if documents is not None:
-        mask = documents.mask()
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True)
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-
-
-def _one_by_one(query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -> Tensor:
-    """Compute causal attention within each document; the samples' documents follow each other."""
-    # One split of all samples: its backward is one concatenation, and that of a slice is a tensor of zeros.
-    queries, keys, values = (
-        each.transpose(0, 1).flatten(1, 2).unsqueeze(0).split(lengths, 2) for each in (query, key, value)
-    )
-    mixed = [
-        F.scaled_dot_product_attention(*each, is_causal=True, enable_gqa=True)
-        for each in zip(queries, keys, values, strict=True)
-    ]
-    output: Tensor = torch.cat(mixed, 2)[0].unflatten(1, (query.shape[0], query.shape[2])).transpose(0, 1)
-    return output
 
 
 def positions_from_zero(seq: int, device: torch.device) -> Tensor:

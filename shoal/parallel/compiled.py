@@ -18,13 +18,14 @@ it end one graph, and another begins after them. Blocks of one kind share their 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from shoal.models import Block
 from shoal.trace import EXPENSIVE
 
 __all__ = ["compile_blocks", "compiled"]
@@ -60,19 +61,18 @@ def compile_blocks(
         compiler = compiled
     elif recompute == "selective" and device is not None and device.type != "cpu":
         compiler = partial(torch.compile, backend="aot_eager")
-    if compiler is not None:
-        config: Any = torch._dynamo.config
-        config.recompile_limit = max(config.recompile_limit, _GRAPHS_PER_BLOCK * len(blocks))
-        config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, config.recompile_limit)
     for number, block in enumerate(blocks):
         forward, policy = block.forward, recompute if again is None or number in again else "none"
+        checkpointed: Any = partial(
+            checkpoint, use_reentrant=False, preserve_rng_state=_may_draw_random_numbers(block)
+        )
         if policy == "selective":
             contexts = partial(create_selective_checkpoint_contexts, _keep_expensive)
-            forward = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
+            forward = partial(checkpointed, forward, context_fn=contexts)
         if compiler is not None and (compile == "blocks" or policy == "selective"):
-            forward = compiler(forward)
+            forward = _with_room(compiler(forward), _GRAPHS_PER_BLOCK * len(blocks))
         if policy == "full":
-            forward = partial(checkpoint, forward, use_reentrant=False)
+            forward = partial(checkpointed, forward)
         if forward is not block.forward:
             block.forward = forward
 
@@ -81,6 +81,32 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function compiled as blocks are."""
     result: Callable[..., Any] = torch.compile(function, backend=BACKEND)
     return result
+
+
+def _with_room(function: Callable[..., Any], graphs: int) -> Callable[..., Any]:
+    """Return a compiled function that may have this many graphs in whichever thread calls it.
+
+    Beyond the limits torch runs eagerly, and only warns. From torch 2.12 on a limit counts in the thread that
+    sets it, and backward recomputes a block in autograd's thread of the device. Older releases have one limit
+    for all threads, which each call then finds as it is wanted. torch.compile's own argument, from 2.13 on,
+    leaves out the limit of all graphs together.
+    """
+
+    @wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            config: Any = torch._dynamo.config
+            for limit in ("recompile_limit", "accumulated_recompile_limit"):
+                if getattr(config, limit) < graphs:
+                    setattr(config, limit, graphs)
+        return function(*arguments, **named)
+
+    return call
+
+
+def _may_draw_random_numbers(block: nn.Module) -> bool:
+    """Return whether a block may use torch's generators, whose states recomputing then has to restore."""
+    return type(block) is not Block or any(getattr(module, "p", 0) for module in block.modules())
 
 
 def _keep_expensive(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -1,6 +1,8 @@
-"""The device of a rank, and a model on it."""
+"""The device of a rank, and a model or a few numbers on it."""
 
 from __future__ import annotations
+
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -8,7 +10,7 @@ from torch import nn
 
 from shoal.errors import ConfigError
 
-__all__ = ["own_device", "place"]
+__all__ = ["on_device", "own_device", "place"]
 
 
 def own_device(device: torch.device | str) -> torch.device:
@@ -51,3 +53,9 @@ def place(model: nn.Module, device: torch.device | str | None) -> torch.device:
     if any(not tensor.is_meta and tensor.device != there for tensor in tensors):
         model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(there))
     return there
+
+
+@lru_cache(maxsize=256)
+def on_device(numbers: tuple[float, ...], device: torch.device) -> torch.Tensor:
+    """Return numbers on a device; copied there once, because the host waits for that."""
+    return torch.tensor(numbers, device=device)

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from shoal.models.attention import causal_attention
 from shoal.probe.measurements import AttentionTime, HostTimes, PassTime, ProductTime
 from shoal.probe.place import Place
 from shoal.probe.queued import time_on_device
@@ -215,10 +216,7 @@ def _attention(
         """Return a tensor like a product's result, `[1, length, heads, width]`, with heads before length."""
         return torch.randn(1, length, count, width, device=device).to(dtype).transpose(1, 2)
 
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-
-    return _with_backward(attend, [(projected(heads), projected(kv_heads), projected(kv_heads))])
+    return _with_backward(causal_attention, [(projected(heads), projected(kv_heads), projected(kv_heads))])
 
 
 def measure_host(place: Place, effort: Effort) -> HostTimes:

@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.errors import ModelError
 from shoal.models.blocks import find_blocks
+from shoal.models.expert_products import Runs
 from shoal.models.experts import Mixture, run_experts
 from shoal.trace.operator_trace import Recorder
 from shoal.trace.summary import summarise
@@ -157,7 +158,7 @@ def _listen_to_experts(recorder: Recorder, mixture: Mixture) -> None:
     def leave(module: nn.Module, arguments: Any, output: Any) -> None:
         recorder.leave_experts()
 
-    def multiply(rows: Tensor, counts: Tensor, weights: Any) -> tuple[Tensor, ...]:
+    def multiply(rows: Tensor, runs: Runs, weights: Any) -> tuple[Tensor, ...]:
         results: tuple[Tensor, ...] = _Even.apply(recorder, rows, *weights)
         return results
 

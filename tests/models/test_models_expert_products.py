@@ -3,9 +3,18 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from operator_stand_ins import Waits
 from torch import Tensor
 
-from shoal.models.expert_products import GroupedProducts, LoopedProducts, _can_group
+from shoal.models import Mixture, TransformerConfig, expert_products
+from shoal.models.expert_products import (
+    GroupedProducts,
+    LoopedProducts,
+    NoProducts,
+    Runs,
+    _can_group,
+    multiply_by_experts,
+)
 
 
 def products_of_runs(dtype: torch.dtype) -> tuple[Tensor, Tensor, list[Tensor], list[Tensor]]:
@@ -24,7 +33,7 @@ def test_the_grouped_product_equals_the_loop(dtype: torch.dtype) -> None:
     counts, rows, weights, gradients = products_of_runs(dtype)
     results = []
     with torch.no_grad():
-        for products in (GroupedProducts(counts), LoopedProducts(counts)):
+        for products in (GroupedProducts(counts), LoopedProducts(counts.tolist())):
             outputs = [products.results(rows, weight) for weight in weights]
             of_rows = products.rows_gradient(gradients, weights)
             of_weights = [products.weight_gradient(gradient, rows) for gradient in gradients]
@@ -49,3 +58,61 @@ def test_the_grouped_product_s_gradients_are_those_of_torch(dtype: torch.dtype) 
 
 def test_on_a_cpu_experts_are_a_loop() -> None:
     assert not _can_group(torch.ones(1, 8).bfloat16(), torch.ones(1, 8, 8).bfloat16())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_expert_without_rows_has_no_gradient_where_the_kernel_leaves_its_sum_as_it_was(monkeypatch, dtype):
+    """A stand-in for Blackwell, whose kernel does not write the sum over no rows."""
+    counts, rows, _, gradients = products_of_runs(dtype)
+    kernel = F.grouped_mm
+
+    def leaves_garbage(left, right, *, offs):
+        result = kernel(left, right, offs=offs)
+        if result.dim() == 3:
+            result[1] = torch.nan
+        return result
+
+    monkeypatch.setattr(F, "grouped_mm", leaves_garbage)
+    monkeypatch.setattr(expert_products, "_skips_empty_sums", lambda device: True)
+    with torch.no_grad(), Waits() as waits:
+        found = GroupedProducts(counts).weight_gradient(gradients[0], rows)
+    assert waits.names == []
+    expected = LoopedProducts(counts.tolist()).weight_gradient(gradients[0].detach(), rows.detach())
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    assert not bool(found[1].any())
+
+
+@pytest.mark.parametrize(("major", "skips"), [(9, False), (10, True), (12, True)])
+def test_blackwell_and_later_devices_skip_empty_sums(monkeypatch, major, skips):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
+    assert expert_products._skips_empty_sums(torch.device("cuda")) == skips
+    assert not expert_products._skips_empty_sums(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("can_group", [True, False])
+def test_without_any_rows_no_kernel_runs_and_all_gradients_are_zeros(monkeypatch, can_group):
+    monkeypatch.setattr(expert_products, "_can_group", lambda rows, weight: can_group)
+    monkeypatch.setattr(F, "grouped_mm", None)
+    rows = torch.empty(0, 8, requires_grad=True)
+    weights = [torch.ones(4, 24, 8, requires_grad=True), torch.ones(4, 16, 8, requires_grad=True)]
+    runs = Runs(torch.zeros(4, dtype=torch.int64))
+    assert isinstance(expert_products.expert_products(rows, runs, weights), NoProducts)
+    with Waits() as waits:
+        results = multiply_by_experts(rows, runs, weights)
+        sum(result.sum() for result in results).backward()
+    assert waits.names == []
+    assert [result.shape for result in results] == [(0, 24), (0, 16)]
+    assert rows.grad.shape == rows.shape
+    for weight in weights:
+        assert torch.equal(weight.grad, torch.zeros_like(weight))
+
+
+@pytest.mark.parametrize("capacity", [None, 1.0])
+def test_a_layer_waits_for_its_device_once_to_loop_over_experts(capacity):
+    shape = {"vocab_size": 7, "layers": 1, "hidden": 8, "heads": 2, "kv_heads": 2, "ffn": 8, "seq": 6}
+    mixture = Mixture(TransformerConfig(**shape, experts=4, capacity=capacity))
+    torch.nn.init.normal_(mixture.router.weight)
+    hidden = torch.randn(2, 6, 8, requires_grad=True)
+    with Waits() as waits:
+        mixture(hidden).sum().backward()
+    assert waits.names == ["tolist"]

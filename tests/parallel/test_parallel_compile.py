@@ -1,11 +1,14 @@
 """Models that torch.compile has compiled, whole or block by block, under every sharding."""
 
+import threading
+from types import SimpleNamespace
+
 import pytest
 import torch
 from parallel_stand_ins import SHARDS
 from torch import nn
 
-from shoal.models import Transformer, TransformerConfig, next_token_loss
+from shoal.models import Transformer, TransformerConfig, next_token_loss, token_keys
 from shoal.parallel import compiled, parallelize
 from shoal.plan import Plan
 
@@ -114,3 +117,60 @@ def test_compiled_blocks_train_alike_and_are_not_compiled_again(ranks, text):
         assert frames[1:] == [frames[1]] * 3, "compiled after the second step"
         if PLANS[text] is not None:
             assert frames[-1][0] == PLANS[text], "blocks of one kind share a graph"
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Function that returns the number of graphs compiled so far; the backend calls torch's own kernels."""
+    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield lambda: torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("has_keys", [True, False])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_blocks_that_differ_only_in_their_dropouts_share_a_graph(graphs, recompute, has_keys):
+    model = Transformer(TransformerConfig(**{**SHAPE, "layers": 6}, dropout=0.1))
+    model.initialize(0)
+    compiled.compile_blocks(list(model.blocks), recompute, "blocks")
+    for step in range(2):
+        if has_keys:
+            model.dropout_keys = token_keys(0, step, torch.arange(2), torch.arange(8))
+        model(torch.ones(2, 8, dtype=torch.int64)).sum().backward()
+    assert graphs() == 1
+
+
+class Unlike(nn.Module):
+    """A block that needs a graph of its own, because it computes with its number."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def forward(self, values):
+        return values.sin() * self.number
+
+
+def test_backward_in_another_thread_has_room_for_as_many_graphs(graphs):
+    blocks = [Unlike(number + 2) for number in range(12)]
+    compiled.compile_blocks(blocks, "full", "blocks")
+    values = torch.ones(4, requires_grad=True)
+    for block in blocks:
+        values = block(values)
+    assert graphs() == 12
+    torch._dynamo.reset()  # so that recomputing compiles again, as for inputs that have changed
+    thread = threading.Thread(target=values.sum().backward)
+    thread.start()
+    thread.join()
+    assert graphs() == 24, "recomputed without a graph"
+
+
+def test_limits_that_all_threads_share_are_raised_and_never_lowered(monkeypatch):
+    monkeypatch.setattr(
+        torch._dynamo, "config", SimpleNamespace(recompile_limit=8, accumulated_recompile_limit=64)
+    )
+    assert compiled._with_room(abs, 32)(-1) == 1
+    assert compiled._with_room(abs, 16)(-1) == 1
+    assert torch._dynamo.config == SimpleNamespace(recompile_limit=32, accumulated_recompile_limit=64)

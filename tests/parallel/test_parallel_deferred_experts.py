@@ -8,6 +8,7 @@ import torch.distributed as dist
 from parallel_stand_ins import assembled
 
 from shoal.models import Mixture, Transformer, TransformerConfig, expert_products, next_token_loss
+from shoal.models.expert_products import Runs
 from shoal.parallel import parallelize
 from shoal.parallel.compiled import compile_blocks
 from shoal.parallel.pipeline.deferred import Deferral, deferred_experts, put_off_products, split_backward
@@ -108,7 +109,7 @@ def test_gradients_of_several_micro_batches_are_added_up():
     deferral = Deferral()
     halves = []
     for part in rows:
-        results = deferred_experts(part.clone().requires_grad_(), counts, weights, deferral)
+        results = deferred_experts(part.clone().requires_grad_(), Runs(counts), weights, deferral)
         halves.append(split_backward(deferral, torch.cat(results, 1).square().sum(), None))
     for half in reversed(halves):
         half.run()
@@ -127,10 +128,10 @@ def test_under_autocast_and_without_a_gradient_to_the_rows_products_are_plain():
     weight = torch.nn.Parameter(random(4, 5, 8, seed=0))
     counts = torch.tensor([3, 0, 7, 2])
     rows = random(12, 8, seed=1)
-    (result,) = deferred_experts(rows, counts, [weight], Deferral())
+    (result,) = deferred_experts(rows, Runs(counts), [weight], Deferral())
     result.sum().backward()
     with torch.autocast("cpu", torch.bfloat16):
-        (cast,) = deferred_experts(rows.requires_grad_(), counts, [weight], Deferral())
+        (cast,) = deferred_experts(rows.requires_grad_(), Runs(counts), [weight], Deferral())
     assert cast.dtype == torch.bfloat16
     once = weight.grad.clone()
     cast.sum().backward()

@@ -3,11 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
+from operator_stand_ins import Waits
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import ModelError, PlanError
 from shoal.models import Mixture, Transformer, TransformerConfig, auxiliary_loss, next_token_loss
+from shoal.parallel import parallelize
 from shoal.parallel.communication import Axis
 from shoal.parallel.expert.expert import cut_experts, expert_parallel
 from shoal.record import NullRecorder
@@ -245,6 +247,18 @@ class StandIn:
     """What of an axis is looked at before anything is communicated."""
 
     size, index = 3, 0
+
+
+def waits_of_a_forward(capacity):
+    parallel = parallelize(Transformer(config(capacity=capacity)), "dp=2,ep=2")
+    with Waits() as waits:
+        parallel(torch.ones(1, SEQ, dtype=torch.int64))
+    return waits.names
+
+
+@pytest.mark.parametrize("capacity", [None, 1.0])
+def test_a_layer_waits_for_its_device_once_to_exchange_with_other_ranks(ranks, capacity):
+    assert ranks.run(waits_of_a_forward, 2, capacity) == [["tolist"] * SHAPE["layers"]] * 2
 
 
 def test_an_axis_that_does_not_divide_the_experts_is_refused():

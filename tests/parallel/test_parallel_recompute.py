@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from offload_stand_ins import trained
 from torch import nn
 
+from shoal.models import Transformer, TransformerConfig
 from shoal.parallel.compiled import compile_blocks
 from shoal.plan import Plan, block_choices
 from shoal.plan.recompute import Recompute
@@ -54,6 +55,30 @@ def test_the_blocks_that_recompute_are_made_again(policy, again):
         values = block(values).relu()
     values.sum().backward()
     assert [block.calls for block in blocks] == [1 + (number in again) for number in range(3)]
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize(("dropout", "states"), [(0.0, 0), (0.1, 3)])
+def test_the_state_of_generators_is_kept_for_blocks_that_may_draw(monkeypatch, policy, dropout, states):
+    shape = {"vocab_size": 7, "layers": 3, "hidden": 8, "heads": 2, "kv_heads": 1, "ffn": 8, "seq": 4}
+    model = Transformer(TransformerConfig(**shape, dropout=dropout))
+    model.initialize(0)
+    compile_blocks(list(model.blocks), policy)
+    asked, state = [], torch.get_rng_state
+    monkeypatch.setattr(torch, "get_rng_state", lambda: asked.append(1) or state())
+    model(torch.ones(1, 4, dtype=torch.int64))
+    assert len(asked) == states
+
+
+def test_a_block_of_another_class_may_draw(monkeypatch):
+    block = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    compile_blocks([block], "full")
+    values = torch.ones(2, 4, requires_grad=True)
+    result = block(values)
+    torch.rand(3)
+    result.sum().backward()
+    dropped = result.detach() == 0
+    assert torch.equal(block[0].bias.grad, 2.0 * (~dropped).sum(0))
 
 
 def test_a_stage_has_its_share_of_the_number_rounded_up():

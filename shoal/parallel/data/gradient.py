@@ -183,6 +183,8 @@ class GradientReduction:
 
     def _end_backward(self) -> None:
         self._before_end()
+        for gradient_sum in self._sums:
+            gradient_sum.move_waiting()
         self.reduce(range(len(self._sums)))
         left = self._started[-2:] if self._waits else self._started
         for position in left:

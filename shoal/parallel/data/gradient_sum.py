@@ -8,14 +8,39 @@ in place.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple
 
 import torch
 
 from shoal.parallel.communication import Axis, Pending, Then, new_buffer
 from shoal.parallel.data.bucket import Bucket
 from shoal.parallel.data.compressed_bucket import CompressedBucket
+from shoal.parallel.place import on_device
 
-__all__ = ["GradientSum"]
+__all__ = ["GradientSum", "batch_bytes"]
+
+_BATCH_BYTES: Final = 2**24
+"""Bytes of gradients on a GPU that wait to be moved together.
+
+A kernel for fewer bytes ends before the host has started the next one. More would take more memory: what
+waits is in memory twice.
+"""
+
+
+class _Arrived(NamedTuple):
+    """A gradient that autograd left at a parameter, and what is to be done with it.
+
+    Attributes:
+        parameter: Index of the parameter.
+        gradient: The gradient.
+        is_added: Whether the sum has an earlier gradient that autograd did not add this one to.
+        factor: Factor on the sum afterwards.
+    """
+
+    parameter: int
+    gradient: torch.Tensor
+    is_added: bool
+    factor: float
 
 
 class GradientSum:
@@ -38,6 +63,7 @@ class GradientSum:
         self._views: list[torch.Tensor] = []
         self._held = [False] * len(bucket.parameters)  # the sum has a gradient of this parameter
         self._scaled = [False] * len(bucket.parameters)
+        self._waiting: list[_Arrived] = []  # counted as part of the sum, and not yet moved into it
         self._missing: list[int] = []  # parameters without a gradient on this rank
         self._carried: list[torch.Tensor | None] = []
         self._replicated: torch.Tensor | None = None
@@ -54,20 +80,50 @@ class GradientSum:
         """
         if not any(self._held):
             self._begin()
-        parameter, view = self.bucket.parameters[index], self._views[index]
-        gradient = parameter.grad
+        gradient = self.bucket.parameters[index].grad
         assert gradient is not None
-        if gradient is view:  # autograd has added to the sum in place
-            _scale(view, factor)
-        elif self._held[index] and gradient.dtype != view.dtype:
-            _scale(view.add_(gradient), factor)
-        elif gradient.dtype == view.dtype and factor != 1.0:
-            torch.mul(gradient, factor, out=view)
-        else:
-            _scale(view.copy_(gradient), factor)
-        parameter.grad = view if view.dtype == parameter.dtype else None
+        is_added = self._held[index] and gradient.dtype != self._views[index].dtype
+        arrived = _Arrived(index, gradient, is_added, factor)
         self._held[index] = True
         self._scaled[index] = factor != 1.0
+        most = batch_bytes(gradient.device)
+        if gradient.nbytes >= most:
+            self._move([arrived])
+            return
+        self._waiting.append(arrived)
+        if sum(each.gradient.nbytes for each in self._waiting) >= most:
+            self.move_waiting()
+
+    def move_waiting(self) -> None:
+        """Move the gradients that wait for others into the sum: at the latest when a backward ends."""
+        waiting, self._waiting = self._waiting, []
+        if waiting:
+            self._move(waiting)
+
+    def _move(self, arrived: list[_Arrived]) -> None:
+        """Move gradients into the sum, by as few kernels as there are kinds of them."""
+        copied: list[_Arrived] = []
+        added: list[_Arrived] = []
+        scaled = []
+        for each in arrived:
+            parameter, view = self.bucket.parameters[each.parameter], self._views[each.parameter]
+            is_only = len(arrived) == 1 and not each.is_added and each.gradient.dtype == view.dtype
+            if each.gradient is view:  # autograd has added to the sum in place
+                scaled.append(view)
+            elif is_only and each.factor != 1.0:
+                torch.mul(each.gradient, each.factor, out=view)  # reads and writes once
+            else:
+                (added if each.is_added else copied).append(each)
+                scaled.append(view)
+            parameter.grad = view if view.dtype == parameter.dtype else None
+        if copied:
+            torch._foreach_copy_(self._views_of(copied), [each.gradient for each in copied])
+        if added:
+            torch._foreach_add_(self._views_of(added), [each.gradient for each in added])
+        _scale(scaled, arrived[0].factor)  # gradients of one backward have one factor
+
+    def _views_of(self, arrived: list[_Arrived]) -> list[torch.Tensor]:
+        return [self._views[each.parameter] for each in arrived]
 
     def start_reduction(self) -> None:
         """Begin to sum over the ranks that hold the bucket's shards.
@@ -76,18 +132,23 @@ class GradientSum:
         """
         if not any(self._held):
             self._begin()
+        self.move_waiting()
         assert self._buffer is not None
         self._missing = []
+        unscaled = []
         for index, view in enumerate(self._views):
             # A whole bucket's view may hold the average of an earlier backward, to which this one is added.
             if not self._held[index] and self.bucket.parameters[index].grad is not view:
-                view.zero_()
                 self._missing.append(index)
             elif not self._scaled[index]:
-                _scale(view, self.bucket.family.factor)
+                unscaled.append(view)
+        _scale(unscaled, self.bucket.family.factor)
         presence = self._presence().fill_(1.0)
         if self._missing:
-            presence[:, self._missing] = 0.0
+            torch._foreach_zero_([self._views[index] for index in self._missing])
+            missing = set(self._missing)
+            has_gradient = tuple(float(index not in missing) for index in range(len(self._views)))
+            presence.copy_(on_device(has_gradient, presence.device))
         self._pending = self._over_shards(self._buffer)
 
     def continue_reduction(self, *, may_wait: bool = True) -> None:
@@ -139,6 +200,7 @@ class GradientSum:
         self._is_over_replicas = False
         self._held = [False] * len(self._held)
         self._scaled = [False] * len(self._scaled)
+        self._waiting = []
         self._carried = []
         self._detach()
 
@@ -154,9 +216,14 @@ class GradientSum:
         if self.bucket.whole:  # the part is the whole bucket
             self.give()
             return
-        for index, part in self._finish():
-            stays = not self.bucket.stores_gradients
-            self.bucket.owned[index].give(self._with_carried(index, part.clone() if stays else part))
+        found = dict(self._finish())
+        parts = list(found.values())
+        if not self.bucket.stores_gradients and parts:
+            copies = [torch.empty_like(part) for part in parts]
+            torch._foreach_copy_(copies, parts)
+            parts = copies
+        for index, part in zip(found, parts, strict=True):
+            self.bucket.owned[index].give(self._with_carried(index, part))
         if self.bucket.stores_gradients:
             self.bucket.store_gradients()
         self._detach()
@@ -222,8 +289,12 @@ class GradientSum:
         # The first and the last stage add up their shared gradients: a gradient on one counts on both.
         absent: set[int] = set()
         if self._missing and self.bucket.family.tied_ranks is None:
-            counts = presence[self._missing].tolist()
-            absent = {number for number, count in zip(self._missing, counts, strict=True) if count == 0}
+            family = self.bucket.family
+            if family.reduce.size == family.summed.size == 1:
+                absent = set(self._missing)
+            else:  # the host waits, and only for the parameters of which this rank does not know
+                counts = presence.tolist()
+                absent = {number for number in self._missing if counts[number] == 0}
         for number, part in enumerate(parts):
             if number not in absent and self.bucket.owned[number].parameter.requires_grad:
                 yield number, part
@@ -235,6 +306,11 @@ class GradientSum:
             parameter.grad = None
 
 
-def _scale(tensor: torch.Tensor, factor: float) -> None:
-    if factor != 1.0:
-        tensor.mul_(factor)
+def batch_bytes(device: torch.device) -> int:
+    """Return the bytes of gradients to move together; a CPU moves each while it is in the cache."""
+    return 0 if device.type == "cpu" else _BATCH_BYTES
+
+
+def _scale(tensors: list[torch.Tensor], factor: float) -> None:
+    if tensors and factor != 1.0:
+        torch._foreach_mul_(tensors, factor)

@@ -3,8 +3,11 @@
 Rank i of an axis of size n keeps experts `[i * experts / n, (i + 1) * experts / n)`. Its tokens are its own,
 as in data parallelism. In every forward an all-to-all takes the rows of its tokens' choices to the ranks that
 keep the experts, which multiply them, and a second one brings the results back; backward runs this pair in
-reverse. The number of rows per destination varies, and only the sending rank knows it, so counts are sent
-first. The sum over a token's choices is computed on the token's rank, in the order it has on one device.
+reverse. The sum over a token's choices is computed on the token's rank, in the order it has on one device.
+
+The number of rows per destination varies, and only the sending rank knows it, so counts are sent first. The
+host needs them, because lengths are arguments of the collective. A layer's choices depend on the results of
+the layers before it: the host waits for its device once in every layer, and cannot wait once for all of them.
 
 The router is replicated. A sample's tokens may lie on several ranks (context parallelism, or the sequence
 parallelism of tensor parallelism). Then its choices are counted over these ranks, for the balance loss and
@@ -15,8 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +27,13 @@ from torch.autograd.function import once_differentiable
 
 from shoal.errors import ModelError, PlanError
 from shoal.models import Mixture, mixtures_of
-from shoal.models.expert_products import Multiply, multiply_by_experts
+from shoal.models.expert_products import HostCopy, Multiply, Runs, multiply_by_experts
 from shoal.models.experts import run_experts, within_capacity
 from shoal.parallel.communication import Axis, new_buffer
 from shoal.parallel.layout import Cut
 from shoal.plan import divisors
 
-__all__ = ["cut_experts", "exchange_with_experts", "expert_parallel", "require_experts"]
+__all__ = ["ExchangedRuns", "cut_experts", "exchange_with_experts", "expert_parallel", "require_experts"]
 
 Positions = Callable[[int, torch.device], Tensor]
 """From a number of local positions and a device, gives their places in the sample, `[seq]`, int64."""
@@ -63,6 +66,7 @@ def expert_parallel(
     require_experts(model, axis.size)
     for mixture in mixtures_of(model):
         if axis.size > 1:
+            mixture.arrange = partial(ExchangedRuns, axis=axis)
             mixture.compute = partial(exchange_with_experts, axis=axis)
         if sequence_axis is not None and sequence_axis.size > 1:
             mixture.share_statistics = partial(_sum_counts, axis=sequence_axis)
@@ -107,9 +111,36 @@ def cut_experts(model: nn.Module, axis: Axis) -> dict[str, Cut]:
     return cuts
 
 
+@final
+class ExchangedRuns(Runs):
+    """How many of this rank's rows go to each expert of any rank, and how many rows come to its own experts.
+
+    Args:
+        counts: Number of this rank's rows for each expert, `[experts]`, int64.
+        axis: The ranks that together keep all experts.
+
+    Attributes:
+        arriving: Number of rows that come from each rank for each of this rank's experts,
+            `[ranks, experts / ranks]`.
+    """
+
+    def __init__(self, counts: Tensor, axis: Axis) -> None:
+        super().__init__(counts, lambda: [count for counts in self.on_host[0] for count in counts])
+        arriving = torch.empty_like(counts)
+        axis.all_to_all(arriving, counts, "expert counts").wait()
+        self.arriving = arriving.view(axis.size, -1)
+        self._copy = HostCopy(torch.stack((counts.view(axis.size, -1), self.arriving)))
+
+    @cached_property
+    def on_host(self) -> tuple[list[list[int]], list[list[int]]]:
+        """The counts by rank and the rank's expert: of leaving rows, and of arriving ones."""
+        leaving, arriving = self._copy.tolist()
+        return leaving, arriving
+
+
 def exchange_with_experts(
     rows: Tensor,
-    counts: Tensor,
+    runs: Runs,
     gate: Tensor,
     up: Tensor,
     down: Tensor,
@@ -121,7 +152,7 @@ def exchange_with_experts(
 
     Args:
         rows: `[rows, hidden]`, sorted by expert.
-        counts: `[experts]`, int64: the number of this rank's rows for each expert.
+        runs: `ExchangedRuns` of the rows.
         gate: `[experts / size, ffn, hidden]`.
         up: `[experts / size, ffn, hidden]`.
         down: `[experts / size, hidden, ffn]`.
@@ -131,14 +162,14 @@ def exchange_with_experts(
     Returns:
         `[rows, hidden]`, in the order of `rows`.
     """
-    arriving = torch.empty_like(counts)
-    axis.all_to_all(arriving, counts, "expert counts").wait()
-    by_rank = torch.stack((counts, arriving)).view(2, axis.size, -1)
-    # Only here must the host know the counts: lengths are arguments of the collective.
-    sent, received = by_rank.sum(-1).tolist()
-    way = _Way(axis, sent, received, _by_expert(by_rank[1], sum(received)))
+    assert isinstance(runs, ExchangedRuns)
+    leaving, arriving = runs.on_host
+    sent, received = (list(map(sum, each)) for each in (leaving, arriving))
+    way = _Way(axis, sent, received, _by_expert(runs.arriving, sum(received)))
     arrived = _ToExperts.apply(rows, way)
-    results = run_experts(arrived, by_rank[1].sum(0), gate, up, down, multiply=multiply)
+    lengths = list(map(sum, zip(*arriving, strict=True)))
+    own = Runs(runs.arriving.sum(0), lambda: lengths)
+    results = run_experts(arrived, own, gate, up, down, multiply=multiply)
     back: Tensor = _FromExperts.apply(results, way)
     return back
 

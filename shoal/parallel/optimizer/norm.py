@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 
 from shoal.parallel.communication import Axis
 from shoal.parallel.owned import Owned
+from shoal.parallel.place import on_device
 
 __all__ = ["GradientNorm", "limit_gradients", "measure_gradient"]
 
@@ -43,7 +43,7 @@ def measure_gradient(owned: Sequence[Owned], parts: Axis, device: torch.device) 
     squares = norms.square()
     copies = tuple(each.family.copies for each, _ in graded)
     if max(copies, default=1) > 1:
-        squares = squares / _on_device(copies, device)
+        squares = squares / on_device(copies, device)
     total = squares.sum()
     parts.all_reduce(total, "gradient norm").wait()
     return GradientNorm(total.sqrt(), [each.name for each, _ in graded], norms)
@@ -61,10 +61,5 @@ def limit_gradients(owned: Sequence[Owned], norm: torch.Tensor, limit: float) ->
     """Scale this rank's part of the gradient down, if the whole gradient's norm is above `limit`."""
     gradients = [gradient for each in owned if (gradient := each.gradient) is not None]
     if gradients:
-        torch._foreach_mul_(gradients, (limit / norm).clamp(max=1.0))
-
-
-@lru_cache(maxsize=64)
-def _on_device(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return numbers on a device; copied there once, because the host waits for that."""
-    return torch.tensor(numbers, device=device)
+        # Only with a factor in the gradients' dtype is this one kernel, and otherwise one for each gradient.
+        torch._foreach_mul_(gradients, (limit / norm).clamp(max=1.0).to(gradients[0].dtype))

@@ -38,7 +38,7 @@ from torch.autograd.graph import GradientEdge
 
 from shoal.errors import TrainingError
 from shoal.models import Mixture
-from shoal.models.expert_products import ExpertProducts, expert_products, multiply_by_experts
+from shoal.models.expert_products import ExpertProducts, Runs, expert_products, multiply_by_experts
 
 __all__ = [
     "Deferral",
@@ -179,13 +179,13 @@ def deferred_linear(hidden: Tensor, weight: Tensor, bias: Tensor | None, deferra
 
 
 def deferred_experts(
-    rows: Tensor, counts: Tensor, weights: Sequence[Tensor], deferral: Deferral
+    rows: Tensor, runs: Runs, weights: Sequence[Tensor], deferral: Deferral
 ) -> tuple[Tensor, ...]:
     """Compute `multiply_by_experts`, with a backward that defers the gradients of the weights.
 
     Args:
         rows: `[rows, in]`, sorted by expert.
-        counts: `[experts]`, int64: how many rows each expert has.
+        runs: How many rows each expert has.
         weights: `[experts, out_i, in]` each; those that are not trained get no gradient.
         deferral: The Deferral that collects the gradients.
 
@@ -193,8 +193,8 @@ def deferred_experts(
         `[rows, out_i]` for each weight; computed as a plain product when `deferred_linear` would.
     """
     if not _can_put_off(rows, weights, deferral):
-        return multiply_by_experts(rows, counts, weights)
-    products = expert_products(rows, counts, weights)
+        return multiply_by_experts(rows, runs, weights)
+    products = expert_products(rows, runs, weights)
     results: tuple[Tensor, ...] = _DeferredExperts.apply(rows, products, tuple(weights), deferral)
     return results
 
