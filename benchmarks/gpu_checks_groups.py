@@ -1,4 +1,4 @@
-"""Checks of groups on one GPU: collectives of two ranks that share it, NCCL with one rank, holds, layouts.
+"""Checks of groups on one GPU: collectives of two ranks that share it, NCCL with one rank, holds.
 
 Each `check_...` takes a device and returns a line of findings, or raises AssertionError. On a CPU the same
 calls are tried with smaller tensors, over the backend's own memory.
@@ -6,8 +6,6 @@ calls are tried with smaller tensors, over the backend's own memory.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -111,54 +109,6 @@ def check_holds(device: torch.device) -> str:
         found.append(f"{wanted * 1e3:.0f} ms lasts {seconds * 1e3:.3f}")
         assert abs(seconds / wanted - 1) < 0.1, f"a hold of {wanted} s lasted {seconds} s"
     return f"{'; '.join(found)}; {clock._cycles / 1e9:.3f} GHz"
-
-
-def check_zero1_trains_as_one_device_does(device: torch.device) -> str:
-    """`shoal check` of dp=2,shard=zero1 on two ranks that share the device."""
-    return check_plan(device, "dp=2,shard=zero1")
-
-
-def check_zero3_trains_as_one_device_does(device: torch.device) -> str:
-    """`shoal check` of dp=2,shard=zero3 on two ranks that share the device."""
-    return check_plan(device, "dp=2,shard=zero3")
-
-
-def check_tp_trains_as_one_device_does(device: torch.device) -> str:
-    """`shoal check` of tp=2,tensor=async on two ranks that share the device."""
-    return check_plan(device, "tp=2,tensor=async")
-
-
-def check_cp_trains_as_one_device_does(device: torch.device) -> str:
-    """`shoal check` of cp=2 on two ranks that share the device."""
-    return check_plan(device, "cp=2")
-
-
-def check_pp_trains_as_one_device_does(device: torch.device) -> str:
-    """`shoal check` of pp=2 on two ranks that share the device."""
-    return check_plan(device, "pp=2")
-
-
-def check_plan(device: torch.device, plan: str = "dp=2,shard=zero2") -> str:
-    """`shoal check` of a Plan, with buckets of more than 256 KiB: those stay in a shared GPU's memory."""
-    command = [
-        sys.executable,
-        "-m",
-        "shoal",
-        "check",
-        "--device",
-        device.type,
-        "--plan",
-        plan,
-        "--steps",
-        "2",
-    ]
-    for option in ("hidden=256", "ffn=512", "vocab_size=1024"):
-        command += ["--option", option]
-    began = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    said = (done.stdout.strip().splitlines() or [""])[-1]
-    assert done.returncode == 0, f"exit code {done.returncode}, wanted 0: {said} {done.stderr[-2000:]}"
-    return f"{plan}: {said}; {time.perf_counter() - began:.1f} s"
 
 
 def _in_ranks(function: Callable[..., str], device: torch.device, *arguments: Any) -> str:

@@ -80,7 +80,7 @@ ROWS = (
     Row("shoal train", "Trainings", 75, "gpu_training:command"),
     *(
         Row(f"check {plan.replace(',', ' ')}", _SHARED, 40, "gpu_training:check_plan", {"plan": plan})
-        for plan in ("dp=2,shard=zero1", "dp=2,shard=zero3", "tp=2", "cp=2", "pp=2")
+        for plan in ("dp=2,shard=zero1", "dp=2,shard=zero3", "tp=2,tensor=async", "cp=2", "pp=2")
     ),
     Row("probe", "Steps", 75, "gpu_training:probe"),
     _beside("1b", None, 2048, 8, seconds=110, least_rate=72_000),

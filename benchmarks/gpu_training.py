@@ -188,9 +188,12 @@ def probe(device: torch.device) -> Iterator[Found]:
 
 
 def check_plan(device: torch.device, plan: str) -> Iterator[Found]:
-    """`shoal check` of a Plan on ranks that share the device."""
+    """`shoal check` of a Plan on ranks that share the device; buckets are large enough to stay in its memory."""
     _require_core()
-    printed = _tee(["check", "--device", device.type, "--plan", plan])
+    larger = [
+        word for option in ("hidden=256", "ffn=512", "vocab_size=1024") for word in ("--option", option)
+    ]
+    printed = _tee(["check", "--device", device.type, "--steps", "2", "--plan", plan, *larger])
     yield Found(printed[-1])
 
 
