@@ -188,11 +188,10 @@ def probe(device: torch.device) -> Iterator[Found]:
 
 
 def check_plan(device: torch.device, plan: str) -> Iterator[Found]:
-    """`shoal check` of a Plan on ranks that share the device; buckets are large enough to stay in its memory."""
+    """`shoal check` of a Plan on ranks that share the device, with buckets that stay in its memory."""
     _require_core()
-    larger = [
-        word for option in ("hidden=256", "ffn=512", "vocab_size=1024") for word in ("--option", option)
-    ]
+    sizes = ("hidden=256", "ffn=512", "vocab_size=1024")
+    larger = [word for size in sizes for word in ("--option", size)]
     printed = _tee(["check", "--device", device.type, "--steps", "2", "--plan", plan, *larger])
     yield Found(printed[-1])
 
