@@ -8,6 +8,7 @@ which a kernel does take.
 
 from __future__ import annotations
 
+import operator
 from functools import lru_cache
 
 import torch
@@ -52,12 +53,12 @@ def _one_by_one(query: Tensor, key: Tensor, value: Tensor, lengths: list[int]) -
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """Compute attention by a mask, or causal attention without one."""
-    kind, heads, kv_heads = query.device.type, query.shape[1], key.shape[1]
+    # A compiled graph may have sizes of any value, and the answer is for these ones.
+    heads, kv_heads, head_dim = map(operator.index, (query.shape[1], key.shape[1], query.shape[3]))
+    kind = query.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     shares = heads != kv_heads
-    if shares and not _kernel_shares_keys(
-        query.device, dtype, heads, kv_heads, query.shape[-1], mask is not None
-    ):
+    if shares and not _kernel_shares_keys(query.device, dtype, heads, kv_heads, head_dim, mask is not None):
         key, value = (_repeat(each, heads // kv_heads) for each in (key, value))
         shares = False
     return F.scaled_dot_product_attention(
