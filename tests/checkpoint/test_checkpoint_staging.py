@@ -1,4 +1,4 @@
-"""The memory for copies of a state on a GPU: touched and locked beside the training, and right before that."""
+"""Memory for copies of a state on a GPU: touched and locked beside training, and right before that."""
 
 from __future__ import annotations
 

@@ -24,9 +24,9 @@ from shoal.checkpoint import (
     load_verified,
     read_manifest,
     save,
+    shard,
     verify,
 )
-from shoal.checkpoint import shard
 from shoal.checkpoint.chunks import Chunks
 from shoal.collectives.bounce_buffers import BounceBuffers
 from shoal.errors import CorruptCheckpointError
