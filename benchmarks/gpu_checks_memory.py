@@ -182,8 +182,8 @@ def check_load_rate(device: torch.device) -> str:
         )
     return (
         f"{nbytes >> 20} MiB in {folder or tempfile.gettempdir()}, GB/s: {rates['buffers']:.2f} loaded by "
-        f"the buffers, {rates['pageable']:.2f} by pageable memory, {saved:.2f} saved, {to_host:.2f} copied to "
-        "the host"
+        f"the buffers, {rates['pageable']:.2f} by pageable memory, {saved:.2f} saved, {to_host:.2f} copied "
+        "to the host"
     )
 
 

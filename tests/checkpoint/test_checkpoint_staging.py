@@ -80,11 +80,10 @@ def test_a_state_on_the_cpu_is_not_locked(runtime):
 def test_a_copy_of_a_state_on_the_cpu_waits_until_its_memory_is_touched():
     staging, state = Staging(), [Piece.whole("a", torch.full((1000,), 3.0))]
     staging.reserve(state)
-    touch = staging._touch_and_lock
 
     def touch_late(pages):
         threading.Event().wait(0.1)
-        touch(pages)
+        pages.tensor.zero_()
 
     staging._touch_and_lock = touch_late
     staging.prepare()
