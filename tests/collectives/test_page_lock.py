@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import ctypes
 import gc
 import warnings
 from pathlib import Path
@@ -13,6 +14,7 @@ from cuda_runtime_stand_in import CudaRuntime
 
 import shoal
 from shoal.checkpoint import Piece, Staging
+from shoal.collectives import page_lock
 from shoal.collectives.host_buffers import HostBuffers
 from shoal.collectives.page_lock import HostPages, lock_pages
 from shoal.parallel.offload import state_file
@@ -131,3 +133,14 @@ def test_the_host_s_pages_are_zero_and_of_the_size_that_was_asked_for():
             assert tensor.shape == (nbytes,)
             assert not tensor.any()
             assert tensor.data_ptr() % 4096 == 0
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA")
+def test_the_runtime_that_torch_calls_is_found_without_a_gpu():
+    runtime = page_lock._runtime()
+    assert runtime is not None
+    address = ctypes.cast(runtime.cudaGetLastError, ctypes.c_void_p).value
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, stop = (int(each, 16) for each in line.split()[0].split("-"))
+        if start <= address < stop:
+            assert "libcudart" in line
