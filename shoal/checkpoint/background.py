@@ -20,6 +20,7 @@ from shoal.checkpoint.piece import Piece
 from shoal.checkpoint.retain import retain
 from shoal.checkpoint.save import Saver
 from shoal.checkpoint.store_coordinator import StoreCoordinator
+from shoal.collectives.thread_device import on_callers_device
 from shoal.errors import CheckpointError, ShoalError
 
 __all__ = ["Background", "Ended"]
@@ -81,7 +82,8 @@ class Background:
         self.give_up_after(math.inf)
         work = directory, step, pieces, copy.deepcopy(dict(state)), keep
         # A daemon: a process that fails does not wait for ranks that are gone.
-        self._thread = threading.Thread(target=self._run, args=work, name="shoal save", daemon=True)
+        run = on_callers_device(self._run)
+        self._thread = threading.Thread(target=run, args=work, name="shoal save", daemon=True)
         self._thread.start()
 
     def take(self) -> Ended | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from safetensors import SafetensorError
 from shoal.checkpoint.coordinator import Coordinator, attempt_together
 from shoal.checkpoint.manifest import Manifest, StoredPiece, read_manifest
 from shoal.checkpoint.piece import Piece
-from shoal.checkpoint.reader import ShardReader
+from shoal.checkpoint.reader import HashedPass, ShardReader
 from shoal.checkpoint.region import Region, Run, overlaps
 from shoal.checkpoint.shard import dtype_named
+from shoal.collectives.bounce_buffers import BounceBuffers
 from shoal.errors import CheckpointError, CorruptCheckpointError, nearest
 
 __all__ = ["Copy", "copies_by_file", "fill", "in_order_of_file", "load", "opened", "perform"]
@@ -94,10 +96,11 @@ def _load_share(path: Path, wanted: Sequence[Piece]) -> Mapping[str, Any]:
 
 def fill(path: Path, manifest: Manifest, wanted: Sequence[Piece]) -> None:
     """Fill the wanted pieces from a checkpoint whose manifest was read; errors as in `load`."""
-    for name, copies in sorted(copies_by_file(manifest, wanted).items()):
-        with opened(path / name) as reader:
-            for copy in in_order_of_file(copies, reader):
-                perform(copy, reader, reader.read)
+    with BounceBuffers() as buffers:
+        for name, copies in sorted(copies_by_file(manifest, wanted).items()):
+            with opened(path / name) as reader:
+                for copy in in_order_of_file(copies, reader):
+                    perform(copy, reader, reader, buffers)
 
 
 def copies_by_file(manifest: Manifest, wanted: Sequence[Piece]) -> dict[str, list[Copy]]:
@@ -166,20 +169,32 @@ def _title(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def perform(copy: Copy, reader: ShardReader, read: Callable[[str, int, torch.Tensor], None]) -> None:
+def perform(
+    copy: Copy, reader: ShardReader, consecutive: ShardReader | HashedPass, buffers: BounceBuffers
+) -> None:
     """Copy from a file, without memory in between where elements are consecutive in both.
 
     Args:
         copy: The copy.
         reader: The file.
-        read: Reads elements that are consecutive in the file, such as `reader.read`.
+        consecutive: Reads elements that are consecutive in the file.
+        buffers: What copies to a device go through.
     """
     target, first = copy.target_view(), copy.first
     if first is None:
-        target.copy_(copy.source_run.view(reader.mapped(copy.key).reshape(-1), copy.region))
+        buffers.put(target, copy.source_run.view(reader.mapped(copy.key).reshape(-1), copy.region))
+    elif buffers.is_on_device(target):
+        buffers.fill(target, copy.dtype, partial(_read, consecutive, copy.key, first))
     elif target.dtype == copy.dtype and target.device.type == "cpu" and target.is_contiguous():
-        read(copy.key, first, target)
+        consecutive.read(copy.key, first, target)
     else:
-        held = torch.empty(target.shape, dtype=copy.dtype)
-        read(copy.key, first, held)
-        target.copy_(held)
+        values = torch.empty(target.shape, dtype=copy.dtype)
+        consecutive.read(copy.key, first, values)
+        target.copy_(values)
+
+
+def _read(
+    consecutive: ShardReader | HashedPass, key: str, first: int, index: int, host: torch.Tensor
+) -> None:
+    consecutive.read(key, first + index, host)
+    consecutive.settle()  # the buffer is soon used again

@@ -26,6 +26,7 @@ from shoal.checkpoint.piece import Piece
 from shoal.checkpoint.reader import HashedPass
 from shoal.checkpoint.spread import Spread
 from shoal.checkpoint.verify import check_hash, check_size
+from shoal.collectives.bounce_buffers import BounceBuffers
 from shoal.errors import CheckpointError, TrainingError
 
 __all__ = ["load_verified"]
@@ -81,13 +82,14 @@ def load_verified(
             spread.require(path, manifest, wanted)
         for name in to_verify:
             check_size(path / name, manifest.files[name])
-        for name in sorted(mine.keys() | to_verify):
-            if name in to_verify:
-                _read_and_verify(path / name, manifest.files[name], mine.get(name, []))
-            else:
-                with opened(path / name) as reader:
-                    for copy in in_order_of_file(mine[name], reader):
-                        perform(copy, reader, reader.read)
+        with BounceBuffers() as buffers:
+            for name in sorted(mine.keys() | to_verify):
+                if name in to_verify:
+                    _read_and_verify(path / name, manifest.files[name], mine.get(name, []), buffers)
+                else:
+                    with opened(path / name) as reader:
+                        for copy in in_order_of_file(mine[name], reader):
+                            perform(copy, reader, reader, buffers)
 
     attempt_together(coordinator, purpose, read)
     try:
@@ -121,14 +123,14 @@ def _readers(files: Mapping[str, FileRecord], wants: Sequence[Mapping[str, int]]
     return readers
 
 
-def _read_and_verify(path: Path, record: FileRecord, copies: Sequence[Copy]) -> None:
+def _read_and_verify(path: Path, record: FileRecord, copies: Sequence[Copy], buffers: BounceBuffers) -> None:
     with opened(path) as reader, HashedPass(reader) as hashed:
         later = []
         for copy in in_order_of_file(copies, reader):
             if copy.first is None:
                 later.append(copy)
             else:
-                perform(copy, reader, hashed.read)
+                perform(copy, reader, hashed, buffers)
         check_hash(path, hashed.digest(), record)
         for copy in later:
-            perform(copy, reader, reader.read)
+            perform(copy, reader, reader, buffers)

@@ -88,6 +88,9 @@ class ShardReader:
         offset, memory = self.locate(key, first, target)
         self.read_bytes(offset, memory)
 
+    def settle(self) -> None:
+        """Return when the targets of all reads may change: at once."""
+
     def locate(self, key: str, first: int, target: torch.Tensor) -> tuple[int, memoryview]:
         """Return where elements of a tensor begin in the file, and the bytes of the tensor to read them into.
 
@@ -164,7 +167,7 @@ class HashedPass:
     def read(self, key: str, first: int, target: torch.Tensor) -> None:
         """Read elements as `ShardReader.read` does; what lies before the end of the last ones is read again.
 
-        The target must not change before `digest` returns.
+        The target must not change before `settle` or `digest` returns.
         """
         offset, memory = self._reader.locate(key, first, target)
         if offset < self._at:
@@ -174,10 +177,14 @@ class HashedPass:
         for begin in range(0, len(memory), _CHUNK_BYTES):
             self._take(memory[begin : begin + _CHUNK_BYTES])
 
+    def settle(self) -> None:
+        """Return when all that was read is hashed, so that the targets may change."""
+        self._wait_until(0)
+
     def digest(self) -> str:
         """Return the SHA-256 of the file, in hexadecimal; errors as in `ShardReader.read`."""
         self._pass_over(self._reader.size)
-        self._wait_until(0)
+        self.settle()
         return self._hash.hexdigest()
 
     def _pass_over(self, offset: int) -> None:

@@ -13,11 +13,14 @@ from shoal.checkpoint.chunks import ALIGNMENT, Chunks
 from shoal.checkpoint.files import FileSystem, digest_of, write_file
 from shoal.checkpoint.manifest import FileRecord, StoredPiece, TensorRecord
 from shoal.checkpoint.piece import Piece
+from shoal.collectives.bounce_buffers import BounceBuffers
 from shoal.errors import CheckpointError
 
 __all__ = ["Shard", "Values", "describe", "dtype_name", "dtype_named", "in_order", "own_values"]
 
 _LARGE = 1 << 20  # bytes
+_PART = 2 << 20
+"""Bytes of a part of a tensor on a device: less than a chunk, so that it is copied before the next one."""
 
 _DTYPES: dict[torch.dtype, str] = {
     torch.bfloat16: "BF16",
@@ -105,7 +108,7 @@ Values = Callable[[Piece], torch.Tensor]
 class Shard:
     """The safetensors file of some pieces: a little-endian 64-bit length, that many bytes of JSON, tensors.
 
-    Tensors are written one at a time, without a copy; those on a device are copied one at a time.
+    Tensors are written one at a time, without a copy; those on a device are copied in parts.
 
     Args:
         pieces: The pieces; empty ones are left out.
@@ -151,14 +154,22 @@ class Shard:
     def _blocks(self) -> Iterator[memoryview]:
         yield memoryview(self._head)
         pending: torch.Tensor | None = None
-        for piece in self.pieces:
-            # A contiguous tensor of one element may have any stride, but a view of its bytes may not.
-            tensor = self._values(piece).detach().cpu()
-            flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-            if pending is not None and not _is_next(pending, flat):
-                yield pending.numpy().data
-                pending = None
-            pending = flat if pending is None else _joined(pending, flat)
+        with BounceBuffers(_PART) as buffers:
+            for piece in self.pieces:
+                tensor = self._values(piece).detach()
+                if buffers.is_on_device(tensor):
+                    if pending is not None:
+                        yield pending.numpy().data
+                        pending = None
+                    yield from (part.view(torch.uint8).numpy().data for part in buffers.parts(tensor))
+                    continue
+                # A contiguous tensor of one element may have any stride, but a view of its bytes may not.
+                tensor = tensor.cpu()
+                flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+                if pending is not None and not _is_next(pending, flat):
+                    yield pending.numpy().data
+                    pending = None
+                pending = flat if pending is None else _joined(pending, flat)
         if pending is not None:
             yield pending.numpy().data
 

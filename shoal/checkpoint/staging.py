@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
+import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import final
@@ -13,6 +13,8 @@ import torch
 from shoal.checkpoint.chunks import ALIGNMENT
 from shoal.checkpoint.piece import Piece
 from shoal.checkpoint.shard import in_order
+from shoal.collectives.page_lock import HostPages
+from shoal.collectives.thread_device import on_callers_device
 
 __all__ = ["Staging"]
 
@@ -28,23 +30,27 @@ class Staging:
 
     Pieces lie in it as in their file, so that it is written from there.
 
-    It is one block of memory in large pages. It is pinned if a piece is on a GPU, so that copies from there
-    run at the rate of the link.
+    It is one block of memory in large pages. It is page-locked if a piece is on a GPU, so that copies from
+    there run at the rate of the link. To touch and lock the memory of a large state takes seconds: a thread
+    does it while training goes on. It alone uses the memory until it ends, for which a copy waits.
     """
 
     def __init__(self) -> None:
-        self._memory: torch.Tensor | None = None
-        self._is_pinned = False
-        self._touching: threading.Thread | None = None
+        self._pages: HostPages | None = None
+        self._is_for_gpu = False
+        self._is_touched = False
+        self._was_locked = False  # or CUDA has refused
+        self._refusal = ""
+        self._preparing: threading.Thread | None = None
 
     def missing(self, pieces: Iterable[Piece]) -> int:
         """Return the bytes of new memory that a copy of `pieces` needs."""
-        held = 0 if self._memory is None else self._memory.nbytes
-        return max(0, _size(pieces) - held)
+        there = 0 if self._pages is None else self._pages.tensor.nbytes
+        return max(0, _size(pieces) - there)
 
     def has_room(self, pieces: Iterable[Piece]) -> bool:
         """Return whether there is memory already for a copy of `pieces`."""
-        return self._memory is not None and not self.missing(pieces)
+        return self._pages is not None and not self.missing(pieces)
 
     def reserve(self, pieces: Sequence[Piece]) -> None:
         """Make room for a copy of `pieces`.
@@ -52,52 +58,61 @@ class Staging:
         Raises:
             MemoryError: The system has not enough memory.
         """
-        if self._memory is None or self.missing(pieces):
+        if self._pages is None or self.missing(pieces):
             self.release()
-            size = round(_size(pieces) * (1 + _SPARE)) + _LEAST
-            try:
-                block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            except OSError as error:
-                raise MemoryError(f"{size} bytes: {error.strerror}") from error
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                block.madvise(mmap.MADV_HUGEPAGE)
-            self._memory = torch.frombuffer(block, dtype=torch.uint8)
-        if not self._is_pinned and any(piece.tensor.is_cuda for piece in pieces):
-            # Without pinned memory, where the system refuses it, copies are slower and right.
-            code = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.nbytes, 0)
-            self._is_pinned = int(code) == 0
+            self._pages = HostPages(round(_size(pieces) * (1 + _SPARE)) + _LEAST)
+        self._is_for_gpu = self._is_for_gpu or any(piece.tensor.is_cuda for piece in pieces)
 
-    def touch(self) -> None:
-        """Let a thread touch the memory: the system gives it at the first touch, which takes long."""
-        if self._memory is not None:
-            self._touching = threading.Thread(target=self._memory.zero_, name="shoal touch", daemon=True)
-            self._touching.start()
+    def prepare(self) -> None:
+        """Let a thread touch the memory, which the system gives at the first touch, and lock it for a GPU."""
+        self._wait()
+        if self._pages is not None:
+            work = on_callers_device(self._touch_and_lock)
+            self._preparing = threading.Thread(
+                target=work, args=(self._pages,), name="shoal touch", daemon=True
+            )
+            self._preparing.start()
 
     def release(self) -> None:
         """Give the memory back; no copy is in use any more."""
         self._wait()
-        if self._is_pinned and self._memory is not None:
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
-        self._memory, self._is_pinned = None, False
+        self._pages = None
+        self._is_for_gpu = self._is_touched = self._was_locked = False
 
     @torch.no_grad()
     def copy(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Return copies of `pieces` in the memory that was reserved for them, once they are there."""
-        assert self._memory is not None, "memory was reserved"
+        assert self._pages is not None, "memory was reserved"
         self._wait()
+        if self._is_for_gpu and not self._was_locked:  # nobody prepared for it
+            self.prepare()
+            self._wait()
         copies = [piece for piece in pieces if piece.start == piece.stop]
         for piece, offset in _places(pieces):
-            held = self._memory[offset : offset + piece.tensor.nbytes].view(piece.tensor.dtype)
-            held.copy_(piece.tensor.detach().view(-1), non_blocking=True)
-            copies.append(replace(piece, tensor=held))
+            place = self._pages.tensor[offset : offset + piece.tensor.nbytes].view(piece.tensor.dtype)
+            place.copy_(piece.tensor.detach().view(-1), non_blocking=True)
+            copies.append(replace(piece, tensor=place))
+        self._is_touched = True
         for device in {piece.tensor.device for piece in pieces if piece.tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         return copies
 
+    def _touch_and_lock(self, pages: HostPages) -> None:
+        if not self._is_touched:
+            pages.tensor.zero_()
+            self._is_touched = True
+        if self._is_for_gpu and not self._was_locked:
+            self._refusal = pages.lock()
+            self._was_locked = True
+
     def _wait(self) -> None:
-        if self._touching is not None:
-            self._touching.join()
-            self._touching = None
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+        if self._refusal:
+            # Copies are then slower, and right.
+            warnings.warn(self._refusal, stacklevel=4)
+            self._refusal = ""
 
 
 def _places(pieces: Iterable[Piece]) -> Iterator[tuple[Piece, int]]:

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
+from shoal.collectives.thread_device import on_callers_device
+
 __all__ = ["Background"]
 
 _Given = SimpleQueue[tuple[Callable[[], object], threading.Event] | None]
@@ -14,7 +16,8 @@ _Given = SimpleQueue[tuple[Callable[[], object], threading.Event] | None]
 class Background:
     """A thread that runs functions one after the other, in the order in which they were given.
 
-    The functions must not raise. The thread starts with the first of them, and ends with this object.
+    The functions must not raise. The thread starts with the first of them, on the GPU of the thread that
+    gives it, and ends with this object.
     """
 
     def __init__(self) -> None:
@@ -26,7 +29,8 @@ class Background:
         """Run the function, after those that were given before."""
         if self._thread is None:
             # A daemon: a process that ends without waiting for a function does not wait for this thread.
-            self._thread = threading.Thread(target=_serve, args=(self._given,), name="shoal", daemon=True)
+            work = on_callers_device(_serve)
+            self._thread = threading.Thread(target=work, args=(self._given,), name="shoal", daemon=True)
             self._thread.start()
         self._last = threading.Event()
         self._given.put((function, self._last))

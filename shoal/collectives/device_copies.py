@@ -77,6 +77,10 @@ class DeviceCopies:
             self._launch(partial(_undifferentiated, kernel))
         self._end_of_reads().synchronize()
 
+    def launch(self, kernel: Callable[[], object]) -> None:
+        """Put other work into the caller's stream."""
+        self._launch(kernel)
+
     def keep(self, tensor: torch.Tensor) -> None:
         """Keep a tensor's memory, which another stream allocated, until the caller's stream is past here."""
         if not tensor.is_cpu:

@@ -14,6 +14,7 @@ from shoal.collectives import (
     buffers,
 )  # the module: it may be halfway through `import torch`, which imports this
 from shoal.collectives.device_copies import Event
+from shoal.collectives.page_lock import lock_pages
 
 __all__ = ["HostBuffer", "HostBuffers"]
 
@@ -36,7 +37,9 @@ class HostBuffer:
 
 
 class HostBuffers:
-    """Buffers of the sizes that were asked for so far, each of a power of two.
+    """Buffers of about the sizes that were asked for so far.
+
+    Sizes are rounded up by at most an eighth: near ones share buffers, and locked pages are all in memory.
 
     Args:
         locks_pages: Whether pages are locked for CUDA, whose copies are slow and block the caller without.
@@ -50,7 +53,7 @@ class HostBuffers:
     def take(self, elements: int, dtype: torch.dtype) -> tuple[torch.Tensor, HostBuffer]:
         """Return memory `[elements]`, and its buffer, which is free again when nobody holds the memory."""
         nbytes = elements * dtype.itemsize
-        size = max(_SMALLEST, 1 << (nbytes - 1).bit_length())
+        size = _rounded(nbytes)
         with self._taking:
             buffer = self._unused(self._free[size]) or HostBuffer(self._new(size))
         lent = buffer.memory[:nbytes].view(dtype)
@@ -70,21 +73,12 @@ class HostBuffers:
 
     def _new(self, size: int) -> torch.Tensor:
         memory = buffers.empty(size, dtype=torch.uint8)
-        if self._locks_pages:
-            _lock_pages(memory)
+        if self._locks_pages and (reason := lock_pages(memory, memory)):
+            warnings.warn(reason, stacklevel=2)
         return memory
 
 
-def _lock_pages(memory: torch.Tensor) -> None:
-    runtime = torch.cuda.cudart()
-    address = memory.data_ptr()
-    failure = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
-    if failure:
-        warnings.warn(
-            f"CUDA cannot lock {memory.nbytes} bytes of memory (error {failure}), so copies to and from the "
-            "GPU are slow; the limit may be that of `ulimit -l`",
-            stacklevel=2,
-        )
-        return
-    # Before the memory is unmapped: the finalizer runs before the tensor lets go of it.
-    weakref.finalize(memory, runtime.cudaHostUnregister, address).atexit = False
+def _rounded(nbytes: int) -> int:
+    """Return the size of the buffer for so many bytes: one of eight between two powers of two."""
+    grain = max(_SMALLEST, 1 << max(0, (nbytes - 1).bit_length() - 4))
+    return max(1, -(-nbytes // grain)) * grain

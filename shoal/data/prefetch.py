@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Generic, TypeVar
 
+from shoal.collectives.thread_device import on_callers_device
 from shoal.data.generators import shared_with_training
 
 __all__ = ["Prefetcher"]
@@ -38,7 +39,8 @@ class Prefetcher(Generic[Item]):
         self._error: BaseException | None = None
         self._finished = False  # the source has ended or failed, or close() was called
         self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._fill, args=(source,), name="shoal-prefetch", daemon=True)
+        fill = on_callers_device(self._fill)  # a user's source may compute on the GPU
+        self._thread = threading.Thread(target=fill, args=(source,), name="shoal-prefetch", daemon=True)
         self._thread.start()
 
     def __iter__(self) -> Iterator[Item]:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from shoal.collectives.thread_device import on_callers_device
 from shoal.data.chat import ChatSamples
 from shoal.data.chunk_store import ChunkStore
 from shoal.data.corpus import Corpus, Split, require_split
@@ -190,7 +191,8 @@ class StreamedSamples:
                     self._reached[source] = window
                     self._store.make(order.chunks(source, window))
                     following = order.chunks(source, window + 1)
-                    threading.Thread(target=self._make_ahead, args=(following,), daemon=True).start()
+                    make = on_callers_device(self._make_ahead)  # with a user's tokenizer
+                    threading.Thread(target=make, args=(following,), daemon=True).start()
             chunks, rows = order.places(position, count)
         return chunks << _ROW_BITS | rows
 

@@ -19,6 +19,9 @@ __all__ = ["available_memory", "limit_logits", "memory_of_a_rank", "memory_of_st
 _MARGIN = 0.1
 """Share of a GPU's memory that is left to CUDA itself, to NCCL's buffers and to gaps between tensors."""
 
+_CONTEXT = 512 << 20
+"""Bytes of a GPU that each further rank on it takes for a context and the code of kernels: a round figure."""
+
 _OF_LOGITS = 1 / 8
 """Share of the memory that a micro-batch's logits may take: copies of them in fp32 take it several times."""
 
@@ -34,7 +37,7 @@ def memory_of_a_rank(model: nn.Module, device: torch.device) -> float | None:
 
     On a GPU this is its memory minus a margin. On the CPU it is the host's available memory plus the model's
     own size, since a pipeline's rank frees the parts that it does not need. Ranks on one device share its
-    memory evenly.
+    memory evenly, on a GPU after the contexts of all but the first.
 
     Args:
         model: The model to train, as this rank has it.
@@ -47,7 +50,11 @@ def memory_of_a_rank(model: nn.Module, device: torch.device) -> float | None:
     if dist.is_initialized():
         told = all_gather_value(told[0])
     sharing = Counter(place for place, _, _ in told)
-    limits = [None if free is None else free / sharing[place] + held for place, free, held in told]
+    context = _CONTEXT if device.type == "cuda" else 0
+    limits = [
+        None if free is None else (free + context) / sharing[place] - context + held
+        for place, free, held in told
+    ]
     known = [limit for limit in limits if limit is not None]
     return min(known) if len(known) == len(limits) else None
 

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 __all__ = ["LiveStorages", "MappedFiles", "spanned"]
 
 _OWN_OPERATORS = "shoal"
-_IN_MEMORY = ("/dev/shm/", "/memfd:", "/dev/zero", "/SYSV")
-"""Beginnings of the names that Linux gives to shared memory which is no file."""
+_IN_MEMORY = ("/dev/", "/memfd:", "/SYSV")
+"""Beginnings of the names that Linux gives to shared memory which is no file, and to devices such as GPUs."""
 
 
 @final
@@ -41,10 +41,13 @@ class MappedFiles:
 
     def hold(self, tensor: Tensor) -> bool:
         """Return whether the storage of a tensor is in one of them."""
-        return self.hold_address(_storage(tensor).data_ptr())
+        return self.hold_storage(_storage(tensor))
 
-    def hold_address(self, address: int) -> bool:
-        """Return whether an address is in one of them."""
+    def hold_storage(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether a storage is in one of them, which one on a device never is."""
+        if storage.device.type != "cpu":
+            return False
+        address = storage.data_ptr()
         place = bisect(self._starts, address) - 1
         return place >= 0 and address < self._stops[place]
 
@@ -91,7 +94,7 @@ class LiveStorages(TorchDispatchMode):
         """Count the storage of a tensor too, which may have been made before."""
         storage = _storage(tensor)
         key, size = storage._cdata, storage.nbytes()
-        if self._files.hold_address(storage.data_ptr()):
+        if self._files.hold_storage(storage):
             return
         # While a weak reference is held, no other storage gets its address.
         if key not in self._storages:

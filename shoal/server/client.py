@@ -11,6 +11,7 @@ from typing import Any, TypeVar, final
 import torch
 
 from shoal.collectives import Codec
+from shoal.collectives.thread_device import callers_device
 from shoal.plan import Compression
 from shoal.server.blueprint import Blueprint
 from shoal.server.channel import Channel, ServerError, connect
@@ -65,7 +66,9 @@ class Servers:
         self._asked[-1] = 0
         self._channels: dict[int, Channel] = {}
         self._pushed: dict[int, tuple[dict[str, Any], Sequence[torch.Tensor]]] = {}
-        self._threads = ThreadPoolExecutor(len(addresses), thread_name_prefix="server")
+        self._threads = ThreadPoolExecutor(
+            len(addresses), thread_name_prefix="server", initializer=callers_device()
+        )
 
     @property
     def number(self) -> int:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -37,6 +41,18 @@ AUTOMATIC = "auto"
 """The word in a configuration that stands for the planner's choice of a Plan."""
 
 _LOOKED_AT = 20  # degrees; the first that fits the model is taken
+
+_GPU = "cuda"
+
+_CHILD = """
+import os, pickle, sys
+answers = os.fdopen(os.dup(1), "wb")
+os.dup2(2, 1)  # what the model prints is no answer
+sys.path[:], asked = pickle.load(sys.stdin.buffer)
+answer, *arguments = pickle.loads(asked)
+pickle.dump(answer(*arguments), answers)
+answers.close()
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +133,9 @@ def machines_and_work(
 def workload_of_config(config: TrainConfig, model: nn.Module, cluster: Cluster) -> Workload:
     """Return the workload of the model: a Shoal transformer's from its shape, any other's from a trace.
 
-    The trace uses the precision of Plans for the cluster: the one in which the device is fastest.
+    The trace uses the precision of Plans for the cluster: the one in which the device is fastest. For a GPU
+    another process traces, unless this one is a rank and has a context there: to trace makes one, which would
+    take half a gigabyte from the ranks until this process ends.
     """
     if isinstance(model, Transformer):
         shape = transformer_shape(model.config.model_dump(), config.model).replace(seq=config.sequence)
@@ -125,6 +143,13 @@ def workload_of_config(config: TrainConfig, model: nn.Module, cluster: Cluster) 
         return (
             workload if lora.rank is None else with_adapters(workload, lora.rank, lora.targets, lora.dropout)
         )
+    on_gpu = torch.cuda.is_available() and not cluster.cores
+    if on_gpu and not _has_context():
+        return _traced_apart(config, cluster)
+    return _traced(config, model, cluster, _GPU if on_gpu else "cpu")
+
+
+def _traced(config: TrainConfig, model: nn.Module, cluster: Cluster, device: str) -> Workload:
     tokens = torch.zeros(1, config.sequence, dtype=torch.long)
     targets = tokens[:, 0] if config.data.label else tokens
     try:
@@ -133,14 +158,44 @@ def workload_of_config(config: TrainConfig, model: nn.Module, cluster: Cluster) 
             tokens,
             lambda output: next_token_loss(output, targets),
             precision=max(("fp32", "bf16"), key=lambda name: cluster.device.peak.get(name, 0.0)),
-            device="cuda" if torch.cuda.is_available() and not cluster.cores else "cpu",
+            device=device,
         )
     except ModelError as error:
-        raise ConfigError(
-            f'plan = "{AUTOMATIC}" was given, and {config.model} could not be traced: {error.given}',
-            possible=f"a model that can be traced: {error.possible}",
-            change="choose a Plan, such as dp=2,shard=zero1",
-        ) from error
+        raise _untraceable(config, error.given, error.possible) from error
+
+
+def _traced_apart(config: TrainConfig, cluster: Cluster) -> Workload:
+    """Trace the configuration's model in another process, which has the modules of this one."""
+    asked = pickle.dumps((sys.path, pickle.dumps((_answer, config, cluster, _GPU))))
+    ended = subprocess.run([sys.executable, "-c", _CHILD], input=asked, stdout=subprocess.PIPE, check=False)
+    if ended.returncode:
+        why = f"the process that traced it ended with {ended.returncode}"
+        raise _untraceable(config, why, "another one")
+    answer: Workload | UserError = pickle.loads(ended.stdout)
+    if isinstance(answer, UserError):
+        raise answer
+    return answer
+
+
+def _answer(config: TrainConfig, cluster: Cluster, device: str) -> Workload | UserError:
+    try:
+        return _traced(config, build_model(config, "cpu"), cluster, device)
+    except UserError as error:
+        return error
+
+
+def _has_context() -> bool:
+    """Return whether this process has a context on its current GPU."""
+    has: Callable[[int], bool] | None = getattr(torch._C, "_cuda_hasPrimaryContext", None)
+    return has is not None and torch.cuda.is_initialized() and has(torch.cuda.current_device())
+
+
+def _untraceable(config: TrainConfig, why: str, possible: str) -> ConfigError:
+    return ConfigError(
+        f'plan = "{AUTOMATIC}" was given, and {config.model} could not be traced: {why}',
+        possible=f"a model that can be traced: {possible}",
+        change="choose a Plan, such as dp=2,shard=zero1",
+    )
 
 
 def this_host(config: TrainConfig, ranks: int) -> Cluster:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -43,19 +44,19 @@ def execute(choose: Callable[[], Job], world: World, stop: StopSignal) -> int:
     if first_choice.is_served:
         role = joined_role(world, first_choice) if first_choice.joins else take_role(world, first_choice)
         return serve(role, stop) if role.server is not None else _execute_as_worker(role, stop)
-    device = _begin(first_choice, world)
-    coordinator: Coordinator = ProcessGroupCoordinator() if dist.is_initialized() else SingleProcess()
-    try:
-        job: Job = coordinator.all_gather_object(first_choice)[0]
-        done: str = coordinator.all_gather_object(nothing_left_to_do(job) if world.rank == 0 else "")[0]
-        if done:
-            if world.rank == 0:
-                print(done, file=sys.stderr)
-            return 0
-        return Execution(job, world, device, coordinator).run(stop)
-    finally:
-        if dist.is_initialized() and sys.exc_info()[0] is None:
-            dist.destroy_process_group()
+    with _begun(first_choice, world) as device:
+        coordinator: Coordinator = ProcessGroupCoordinator() if dist.is_initialized() else SingleProcess()
+        try:
+            job: Job = coordinator.all_gather_object(first_choice)[0]
+            done: str = coordinator.all_gather_object(nothing_left_to_do(job) if world.rank == 0 else "")[0]
+            if done:
+                if world.rank == 0:
+                    print(done, file=sys.stderr)
+                return 0
+            return Execution(job, world, device, coordinator).run(stop)
+        finally:
+            if dist.is_initialized() and sys.exc_info()[0] is None:
+                dist.destroy_process_group()
 
 
 def execute_as_member(job: Job, world: World, stop: StopSignal, membership: Membership, store: Store) -> int:
@@ -71,22 +72,22 @@ def execute_as_member(job: Job, world: World, stop: StopSignal, membership: Memb
     Raises:
         Regroup: The members change, or this one was asked to leave; the state is saved.
     """
-    device = _begin(job, world, store)
-    coordinator: Coordinator = ProcessGroupCoordinator() if dist.is_initialized() else SingleProcess()
-    if done := coordinator.all_gather_object(nothing_left_to_do(job) if world.rank == 0 else "")[0]:
-        print(done, file=sys.stderr)
-        return 0
-    execution = Execution(job, world, device, coordinator, membership=membership)
-    try:
-        return execution.run(stop)
-    except Regroup:
-        raise
-    except Exception as error:
-        is_of_another = isinstance(error, (CommunicationError, dist.DistError))
-        if is_of_another:
-            membership.tell_broken()  # now, since the next generation decides who keeps a replica
-        execution.save_replica(_LOST if is_of_another else _OWN)
-        raise
+    with _begun(job, world, store) as device:
+        coordinator: Coordinator = ProcessGroupCoordinator() if dist.is_initialized() else SingleProcess()
+        if done := coordinator.all_gather_object(nothing_left_to_do(job) if world.rank == 0 else "")[0]:
+            print(done, file=sys.stderr)
+            return 0
+        execution = Execution(job, world, device, coordinator, membership=membership)
+        try:
+            return execution.run(stop)
+        except Regroup:
+            raise
+        except Exception as error:
+            is_of_another = isinstance(error, (CommunicationError, dist.DistError))
+            if is_of_another:
+                membership.tell_broken()  # now, since the next generation decides who keeps a replica
+            execution.save_replica(_LOST if is_of_another else _OWN)
+            raise
 
 
 def _execute_as_worker(role: Role, stop: StopSignal) -> int:
@@ -95,19 +96,19 @@ def _execute_as_worker(role: Role, stop: StopSignal) -> int:
         if role.is_first:
             print(role.done, file=sys.stderr)
         return 0
-    device = _begin(role.job, role.world, role.ranks_meet)
-    coordinator: Coordinator = ProcessGroupCoordinator() if dist.is_initialized() else SingleProcess()
-    try:
-        return Execution(role.job, role.world, device, coordinator, role).run(stop)
-    finally:
-        if dist.is_initialized() and sys.exc_info()[0] is None:
-            dist.destroy_process_group()
+    with _begun(role.job, role.world, role.ranks_meet) as device:
+        coordinator: Coordinator = ProcessGroupCoordinator() if dist.is_initialized() else SingleProcess()
+        try:
+            return Execution(role.job, role.world, device, coordinator, role).run(stop)
+        finally:
+            if dist.is_initialized() and sys.exc_info()[0] is None:
+                dist.destroy_process_group()
 
 
-def _begin(job: Job, world: World, store: Store | None = None) -> torch.device:
-    """Return this rank's device, once it has joined the others."""
+@contextmanager
+def _begun(job: Job, world: World, store: Store | None = None) -> Iterator[torch.device]:
+    """Enter the computation that a job asks for, with this rank's device, once it has joined the others."""
     device = own_device(choose_device(job.config.device, world.local_rank))
-    if job.config.deterministic:
-        compute_deterministically()
-    join(world, device, timeout=job.config.timeout, store=store)
-    return device
+    with compute_deterministically() if job.config.deterministic else nullcontext():
+        join(world, device, timeout=job.config.timeout, store=store)
+        yield device

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 from shoal.cluster import Cluster, limited
 from shoal.errors import ConfigError
@@ -20,17 +21,20 @@ AUTOMATIC_MEMORY = "auto"
 PROCESS_BYTES = 320 << 20
 """Bytes of a rank's Python and libraries on a CPU, which are no tensors."""
 
-_FREE_ON_GPUS = (
-    "import torch; print(*(torch.cuda.mem_get_info(each)[0] for each in range(torch.cuda.device_count())))"
-)
+_FREE_ON_GPUS = """
+import sys, torch
+print(*(torch.cuda.mem_get_info(each)[0] for each in range(torch.cuda.device_count())), flush=True)
+sys.stdin.read()
+"""
+"""Prints the free bytes of each GPU beside its own context there, which it keeps until its input ends."""
 
 
 def within_memory(config: TrainConfig, cluster: Cluster, ranks: int) -> Cluster:
     """Return the Cluster whose devices have the memory that a configuration allows.
 
     With `memory = "auto"` it is what is free now, divided among the ranks of this host: on CPUs within the
-    control group, less PROCESS_BYTES for each rank; on GPUs what the fullest GPU has left. Other hosts count
-    as this one.
+    control group, less PROCESS_BYTES for each rank; on GPUs what the fullest GPU has left, less what a
+    context takes for each rank beyond what the Cluster reserves for it. Other hosts count as this one.
 
     Args:
         config: The configuration.
@@ -44,7 +48,10 @@ def within_memory(config: TrainConfig, cluster: Cluster, ranks: int) -> Cluster:
     if config.memory != AUTOMATIC_MEMORY:
         return limited(cluster, config.memory)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    free = _free_on_cpu(here) if cluster.cores or config.device == "cpu" else _free_on_gpus(here)
+    if cluster.cores or config.device == "cpu":
+        free = _free_on_cpu(here)
+    else:
+        free = _free_on_gpus(here, int(cluster.reserved))
     if free is None or free <= 0:
         raise ConfigError(
             f"memory={AUTOMATIC_MEMORY} was given, and this host "
@@ -60,9 +67,34 @@ def _free_on_cpu(ranks: int) -> int | None:
     return None if free is None else free // ranks - PROCESS_BYTES
 
 
-def _free_on_gpus(ranks: int) -> int | None:
-    """Return the bytes that each rank has on a GPU; another process asks, as the question makes contexts."""
-    told = subprocess.run(
-        [sys.executable, "-c", _FREE_ON_GPUS], capture_output=True, text=True, check=False
-    ).stdout.split()
-    return min(map(int, told)) // -(-ranks // len(told)) if told else None
+def _free_on_gpus(ranks: int, reserved: int) -> int | None:
+    """Return the bytes that each rank has on a GPU, with those that the Cluster reserves for its context.
+
+    Other processes ask, as the question makes a context on each GPU. The second one has the first one's
+    beside its own, which shows the size of a context.
+    """
+    with _asking() as first:
+        beside_one = _answer_of(first)
+        with _asking() as second:
+            beside_two = _answer_of(second)
+    if not beside_one or len(beside_one) != len(beside_two):
+        return None
+    sharing = -(-ranks // len(beside_one))
+    return min(map(partial(_of_a_rank, sharing, reserved), beside_one, beside_two))
+
+
+def _asking() -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", _FREE_ON_GPUS]
+    pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, text=True)
+
+
+def _answer_of(asked: subprocess.Popen[str]) -> list[int]:
+    assert asked.stdout is not None
+    return [int(each) for each in asked.stdout.readline().split()]
+
+
+def _of_a_rank(sharing: int, reserved: int, beside_one: int, beside_two: int) -> int:
+    """Return the bytes of each of the ranks that share a GPU, from what is free beside contexts there."""
+    context = max(0, beside_one - beside_two)
+    return (beside_one + context) // sharing - max(0, context - reserved)

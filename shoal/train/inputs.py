@@ -40,6 +40,7 @@ class Inputs:
         def copied(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.device.type != "cpu":
                 return tensor
+            # torch's allocator keeps the pinned copy until the device has read it, and uses it again.
             copy = tensor.pin_memory().to(self._device, non_blocking=True)
             copy.record_stream(current)  # its memory is not given away while that stream uses it
             return copy

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import random
 import re
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,8 +41,12 @@ def begin_anew(seed: int, step: int, place: int) -> None:
         torch.cuda.manual_seed(key)
 
 
-def compute_deterministically(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let this process's operators give the same bits each time; call it before the first product on a GPU.
+@contextmanager
+def compute_deterministically(environment: MutableMapping[str, str] = os.environ) -> Iterator[None]:
+    """Let this process's operators give the same bits each time; enter it before the first product on a GPU.
+
+    torch would also fill all new memory, which is one more pass over the result of each operator. That only
+    helps if memory is read that was never written, which would be a mistake.
 
     Args:
         environment: The environment, which gets the workspace that cuBLAS then needs.
@@ -55,8 +61,20 @@ def compute_deterministically(environment: MutableMapping[str, str] = os.environ
             possible=" or ".join(_WORKSPACES),
             change=f"unset {_WORKSPACE}, or leave out deterministic=true",
         )
+    memory: Any = torch.utils.deterministic
+    cudnn = torch.backends.cudnn
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    fills, benchmark = memory.fill_uninitialized_memory, cudnn.benchmark
     torch.use_deterministic_algorithms(True)
-    torch.backends.cudnn.benchmark = False
+    memory.fill_uninitialized_memory = cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory, cudnn.benchmark = fills, benchmark
 
 
 def nondeterministic_operator(error: RuntimeError) -> str:

@@ -23,6 +23,7 @@ class ToHost:
         held = torch.stack([value.detach().double() for value in values])
         self._arrived: torch.cuda.Event | None = None
         if held.is_cuda:
+            # A few bytes a step, which torch's allocator keeps until the copy is made, and uses again.
             pinned = torch.empty(held.shape, dtype=held.dtype, pin_memory=True)
             held = pinned.copy_(held, non_blocking=True)
             self._arrived = torch.cuda.Event()

@@ -125,10 +125,10 @@ class Saves:
         """Make room for copies of the state, after a step, so that the first save need not wait for it.
 
         The system gives memory at the first touch, at the rate of a disk where a host gives it to a guest. A
-        thread touches it meanwhile.
+        thread touches it meanwhile, and page-locks it for a GPU.
         """
         if not self._reserve(self._source.pieces()):
-            self._staging.touch()
+            self._staging.prepare()
 
     def now(self, directory: Path, step: int, state: Mapping[str, Any], in_memory: int = 0) -> Path:
         """Save a checkpoint while training waits; see `Source.to_save`, and `begin` for `in_memory`.

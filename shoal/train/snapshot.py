@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Self, final
 
 import torch
 
+from shoal.collectives.bounce_buffers import BounceBuffers
 from shoal.parallel import GuidedUpdates, Parallel
 from shoal.parallel.owned import local_part
 from shoal.train.randomness import random_state, set_random_state
@@ -46,28 +47,30 @@ class Snapshot:
     @classmethod
     def take(cls, parallel: Parallel, optimizer: GuidedUpdates) -> Self:
         """Copy what steps change."""
-        values = [each.local.detach().to("cpu", copy=True) for each in parallel.owned]
-        states = [
-            _State(held, {key: _copied(value) for key, value in held.items()})
-            for part, places in optimizer.parts(parallel.owned)
-            for each in places
-            for held in [part.state[each.parameter]]
-        ]
+        with BounceBuffers() as buffers:
+            values = [buffers.get(each.local) for each in parallel.owned]
+            states = [
+                _State(held, {key: _copied(value, buffers) for key, value in held.items()})
+                for part, places in optimizer.parts(parallel.owned)
+                for each in places
+                for held in [part.state[each.parameter]]
+            ]
         return cls(parallel, optimizer, values, states)
 
     @torch.no_grad()
     def restore(self) -> None:
         """Make everything what it was."""
-        for each, value in zip(self._parallel.owned, self._values, strict=True):
-            each.local.copy_(value)
-        for held, copied in self._states:
-            for key in held.keys() - copied.keys():
-                del held[key]
-            for key, value in copied.items():
-                if isinstance(value, torch.Tensor):
-                    local_part(held[key]).copy_(value)
-                else:
-                    held[key] = value
+        with BounceBuffers() as buffers:
+            for each, value in zip(self._parallel.owned, self._values, strict=True):
+                buffers.put(each.local, value)
+            for held, copied in self._states:
+                for key in held.keys() - copied.keys():
+                    del held[key]
+                for key, value in copied.items():
+                    if isinstance(value, torch.Tensor):
+                        buffers.put(local_part(held[key]), value)
+                    else:
+                        held[key] = value
         for name, buffer in self._parallel.module.named_buffers():
             buffer.copy_(self._buffers[name])
         set_random_state(self._random)
@@ -76,5 +79,5 @@ class Snapshot:
         self._parallel.changed()
 
 
-def _copied(value: Any) -> Any:
-    return local_part(value).detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+def _copied(value: Any, buffers: BounceBuffers) -> Any:
+    return buffers.get(local_part(value)) if isinstance(value, torch.Tensor) else value

@@ -205,6 +205,18 @@ def test_of_a_gpu_a_margin_is_left(monkeypatch):
     assert limit == pytest.approx(72 << 30)
 
 
+def memory_on_one_gpu():
+    with pytest.MonkeyPatch.context() as patch:
+        gpu = SimpleNamespace(uuid="GPU-1", total_memory=80 << 30)
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+        return device_memory.memory_of_a_rank(nn.Linear(4, 4, device="meta"), torch.device("cuda"))
+
+
+def test_ranks_that_share_a_gpu_leave_room_for_each_other_s_contexts(ranks):
+    limits = ranks.run(memory_on_one_gpu, 2)
+    assert limits == [pytest.approx((72 - 0.5) * 2**30 / 2)] * 2
+
+
 def memory_with(free):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(device_memory, "available_memory", lambda: free * (1 + torch.distributed.get_rank()))

@@ -1,5 +1,6 @@
 """`plan = "auto"`."""
 
+import dataclasses
 import os
 from dataclasses import asdict
 
@@ -66,6 +67,36 @@ def test_automatic_memory_is_what_is_free_divided_among_the_ranks(monkeypatch, r
         within_memory(config, Cluster.preset("laptop", ranks), ranks)
 
 
+GIB = 1 << 30
+GPUS = """
+import os, sys
+folder = {folder!r}
+others = len(os.listdir(folder))
+open(os.path.join(folder, str(os.getpid())), "w").close()
+print(*(free - (others + 1) * {context} for free in {free}), flush=True)
+sys.stdin.read()
+os.remove(os.path.join(folder, str(os.getpid())))
+"""
+"""Two GPUs: each process that has a context there takes some of their memory."""
+
+
+@pytest.mark.parametrize(("ranks", "reserved"), [(1, 0), (2, GIB), (3, 0), (8, GIB // 4), (8, GIB)])
+def test_automatic_memory_of_gpus_has_room_for_the_context_of_each_rank(
+    monkeypatch, tmp_path, ranks, reserved
+):
+    free, context = [70 * GIB, 60 * GIB], GIB // 2
+    asked = GPUS.format(folder=str(tmp_path), free=free, context=context)
+    monkeypatch.setattr(free_memory, "_FREE_ON_GPUS", asked)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    cluster = dataclasses.replace(Cluster.preset("dgx-h100", ranks), reserved=float(reserved))
+    found = within_memory(TrainConfig(plan="auto", memory="auto"), cluster, ranks).device.memory
+    sharing = -(-ranks // 2)
+    tensors = found - reserved  # what the planner gives a rank
+    taken = sharing * (tensors + max(context, reserved))  # with all that it takes beside them
+    assert taken == pytest.approx(60 * GIB, abs=sharing)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(("optimizer", "offload"), [("adamw", True), ("muon", False)])
 def test_a_plan_that_fits_with_files_alone_is_chosen_for_optimizers_that_can_have_it(
     tmp_path, optimizer, offload
@@ -128,6 +159,32 @@ def test_the_work_of_a_model_of_the_users_own_is_traced(ranks, cluster):
     plan.require_ranks(ranks)
     require_layout(Chain(), plan, config.sequence)
     assert plan.tp == plan.cp == 1  # which it has no declaration for
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A GPU on which this process has no context, and whose kernels are the CPU's."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(automatic, "_GPU", "cpu")
+
+
+def test_for_a_gpu_another_process_traces_a_model_of_the_users_own(monkeypatch, gpu):
+    with monkeypatch.context() as in_rank:
+        in_rank.setattr(automatic, "_has_context", lambda: True)
+        here = own(2, cluster="dgx-h100")[1]
+    monkeypatch.setattr(automatic, "trace", lambda *_, **__: pytest.fail("it was traced here"))
+    assert own(2, cluster="dgx-h100")[1] == here
+    with pytest.raises(ConfigError, match="could not be traced: tracing Chain raised"):
+        own(2, cluster="dgx-h100", model_options={"branches": True})
+    monkeypatch.setattr(automatic, "_GPU", "no device")
+    with pytest.raises(ConfigError, match="could not be traced: the process that traced it ended with 1"):
+        own(2, cluster="dgx-h100")
+
+
+def test_a_rank_with_a_context_on_its_gpu_traces_there(monkeypatch, gpu):
+    monkeypatch.setattr(automatic, "_has_context", lambda: True)
+    monkeypatch.setattr(automatic, "_traced_apart", lambda *_: pytest.fail("it was traced elsewhere"))
+    own(2, cluster="dgx-h100")
 
 
 def test_a_larger_model_of_the_users_own_gets_another_plan():

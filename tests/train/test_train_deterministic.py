@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
+import torch
 
 from shoal.errors import ConfigError
 from shoal.train.randomness import compute_deterministically
@@ -34,5 +37,42 @@ def test_an_operator_without_a_deterministic_form_is_named(programs, tiny_run, t
 
 
 def test_a_workspace_with_which_cublas_is_not_deterministic_is_refused():
-    with pytest.raises(ConfigError, match="CUBLAS_WORKSPACE_CONFIG=:0:0"):
-        compute_deterministically({"CUBLAS_WORKSPACE_CONFIG": ":0:0"})
+    with (
+        pytest.raises(ConfigError, match="CUBLAS_WORKSPACE_CONFIG=:0:0"),
+        compute_deterministically({"CUBLAS_WORKSPACE_CONFIG": ":0:0"}),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(("is_on", "fills", "benchmark"), [(False, True, True), (True, False, False)])
+def test_new_memory_is_not_filled_meanwhile_and_afterwards_all_is_as_it_was(is_on, fills, benchmark):
+    memory, cudnn = torch.utils.deterministic, torch.backends.cudnn
+
+    def settings():
+        return (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            memory.fill_uninitialized_memory,
+            cudnn.benchmark,
+        )
+
+    before = settings()
+    try:
+        torch.use_deterministic_algorithms(is_on, warn_only=is_on)
+        memory.fill_uninitialized_memory, cudnn.benchmark = fills, benchmark
+        environment = {}
+        with contextlib.suppress(KeyError), compute_deterministically(environment):
+            assert environment == {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+            assert settings() == (True, False, False, False)
+            assert operators_of(lambda: torch.empty(100)) == ["aten::empty"]
+            raise KeyError
+        assert settings() == (is_on, is_on, fills, benchmark)
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory, cudnn.benchmark = before[2:]
+
+
+def operators_of(function):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        function()
+    return [each.name for each in profile.events() if each.name.startswith("aten::")]

@@ -17,12 +17,14 @@ import fcntl
 import mmap
 import os
 import tempfile
+import warnings
 from pathlib import Path
 from typing import final
 
 import torch
 
 from shoal.collectives import use_huge_pages
+from shoal.collectives.page_lock import HostPages
 from shoal.errors import ConfigError, OffloadError
 from shoal.plan import GRANULE
 from shoal.units import format_bytes
@@ -160,10 +162,14 @@ def aligned_buffer(elements: int, dtype: torch.dtype, *, pinned: bool = False) -
             it never is.
     """
     nbytes = -(-elements // GRANULE) * GRANULE * dtype.itemsize
-    pinned = pinned and torch.cuda.is_available()
-    memory = torch.empty(nbytes + mmap.PAGESIZE, dtype=torch.uint8, pin_memory=pinned)
-    if not pinned:
-        use_huge_pages(memory.data_ptr(), memory.nbytes)
+    if pinned and torch.cuda.is_available():
+        pages = HostPages(nbytes)
+        pages.tensor.zero_()  # by all threads of torch; CUDA touches pages by one
+        if reason := pages.lock():
+            warnings.warn(reason, stacklevel=2)
+        return pages.tensor.view(dtype)
+    memory = torch.empty(nbytes + mmap.PAGESIZE, dtype=torch.uint8)
+    use_huge_pages(memory.data_ptr(), memory.nbytes)
     offset = -memory.data_ptr() % mmap.PAGESIZE
     return memory[offset : offset + nbytes].view(dtype)
 

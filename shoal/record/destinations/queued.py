@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import final
 
+from shoal.collectives.thread_device import on_callers_device
 from shoal.record.logger import Logger
 
 __all__ = ["QueuedLogger"]
@@ -56,7 +57,8 @@ class QueuedLogger(Logger):
         self._lost = 0
         self._failures = 0  # in a row
         self._is_ending = threading.Event()
-        self._thread = threading.Thread(target=self._work, name=f"shoal {name}", daemon=True)
+        work = on_callers_device(self._work)  # a user's logger may look at the GPU
+        self._thread = threading.Thread(target=work, name=f"shoal {name}", daemon=True)
         self._thread.start()
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
