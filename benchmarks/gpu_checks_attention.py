@@ -17,7 +17,7 @@ from shoal.models.attention import causal_attention
 
 
 def check_attention(device: torch.device) -> str:
-    """Grouped-query attention equals the plain form, by a kernel without all scores in memory (point 11)."""
+    """Grouped-query attention equals the plain form, by a kernel without all scores in memory."""
     on_gpu = device.type == "cuda"
     found = []
     for dtype, tolerance in ((torch.bfloat16, 3e-2), (torch.float32, 2e-3)):

@@ -45,7 +45,7 @@ _GIB = 1 << 30
 
 
 def check_refused_lock(device: torch.device) -> str:
-    """A refused page lock gives its reason, and the next kernel works, however the error is cleared (3)."""
+    """A refused page lock gives its reason, and the next kernel works, however the error is cleared."""
     if device.type != "cuda":
         return "no CUDA: not tried"
     from shoal.collectives import page_lock
@@ -87,7 +87,7 @@ print(reason or "locked all the same (this user may)")
 
 
 def check_locking_beside_training(device: torch.device) -> str:
-    """Page-locking 4 GiB in a thread barely delays a training that launches kernels meanwhile (8)."""
+    """Page-locking 4 GiB in a thread barely delays a training that launches kernels meanwhile."""
     nbytes = 4 * _GIB if device.type == "cuda" else 1 << 28
     value = torch.zeros(1 << 20, device=device)
 
@@ -124,7 +124,7 @@ def check_locking_beside_training(device: torch.device) -> str:
 
 
 def check_pinned_size(device: torch.device) -> str:
-    """A page-locked state of an odd size takes no more of the host's memory than its size (9)."""
+    """A page-locked state of an odd size takes no more of the host's memory than its size."""
     nbytes = (_GIB + (1 << 20)) if device.type == "cuda" else (1 << 26) + 4096
     before = _resident()
     state = aligned_buffer(nbytes // 4, torch.float32, pinned=True).fill_(1)
@@ -150,7 +150,7 @@ def check_pinned_size(device: torch.device) -> str:
 
 
 def check_load_rate(device: torch.device) -> str:
-    """A state of 2 GiB comes to the device quicker through two locked buffers than by other memory (12)."""
+    """A state of 2 GiB comes to the device quicker through two locked buffers than by other memory."""
     elements = (_GIB if device.type == "cuda" else 1 << 24) // 4 // 8
     state = {f"model/{number}": torch.randn(elements, device=device) for number in range(16)}
     nbytes = sum(each.nbytes for each in state.values())
@@ -188,7 +188,7 @@ def check_load_rate(device: torch.device) -> str:
 
 
 def check_deterministic_empty(device: torch.device) -> str:
-    """Deterministic computation does not fill new memory (13)."""
+    """Deterministic computation does not fill new memory."""
     elements = 1 << 28 if device.type == "cuda" else 1 << 20
 
     def seconds() -> float:
@@ -214,7 +214,7 @@ def check_deterministic_empty(device: torch.device) -> str:
 
 
 def check_thread_device(device: torch.device) -> str:
-    """A thread starts on the GPU of the thread that starts it, and makes no further context (16)."""
+    """A thread starts on the GPU of the thread that starts it, and makes no further context."""
     if device.type != "cuda":
         return "no CUDA: not tried"
     last = torch.cuda.device_count() - 1
@@ -245,7 +245,7 @@ def check_thread_device(device: torch.device) -> str:
 
 
 def check_trace_apart(device: torch.device) -> str:
-    """To choose a Plan for a model of a user's own leaves no context in the process that asks (16)."""
+    """To choose a Plan for a model of a user's own leaves no context in the process that asks."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "own_model.py").write_text(_MODEL)
         cluster = "" if device.type == "cuda" else "laptop"
@@ -255,7 +255,7 @@ def check_trace_apart(device: torch.device) -> str:
 
 
 def check_free_memory(device: torch.device) -> str:
-    """Free memory that is divided among ranks of a GPU leaves room for the context of each (19)."""
+    """Free memory that is divided among ranks of a GPU leaves room for the context of each."""
     if device.type != "cuda":
         return "no CUDA: not tried"
     sharing, gpus = 4, torch.cuda.device_count()
@@ -300,7 +300,7 @@ assert not contexts, f"contexts on {{contexts}}; wanted: none"
 
 
 def check_live_storages(device: torch.device) -> str:
-    """Memory of the device, and page-locked memory, counts as memory; a mapped file does not (15)."""
+    """Memory of the device, and page-locked memory, counts as memory; a mapped file does not."""
     tensors = [torch.ones(1 << n, device=device) for n in range(10, 24, 2)]
     tensors.append(torch.ones(1 << 20, pin_memory=device.type == "cuda"))
     pages = HostPages(1 << 20)

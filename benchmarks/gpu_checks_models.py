@@ -67,7 +67,7 @@ class Operators(TorchDispatchMode):
 
 
 def check_norm_and_clip(device: torch.device) -> str:
-    """Norm and clip take a few launches however many parameters there are (point 7)."""
+    """Norm and clip take a few launches however many parameters there are."""
     launches = {}
     for layers in (20, 200):
         parallel = parallelize(
@@ -90,7 +90,7 @@ def check_norm_and_clip(device: torch.device) -> str:
 
 
 def check_gradients_are_moved_together(device: torch.device) -> str:
-    """Small gradients move into a bucket's sum by a few launches (point 19)."""
+    """Small gradients move into a bucket's sum by a few launches."""
     extra = {}
     for layers in (10, 100):
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers)))
@@ -114,7 +114,7 @@ def check_gradients_are_moved_together(device: torch.device) -> str:
 
 
 def check_dropout_shares_a_graph(device: torch.device) -> str:
-    """Blocks with dropout share one graph, whose masks are those of the eager model (point 5)."""
+    """Blocks with dropout share one graph, whose masks are those of the eager model."""
     model = _transformer(device, dropout=0.1)
     tokens = torch.arange(256, device=device).view(2, 128)
     model.dropout_keys = token_keys(0, 0, torch.arange(2, device=device), torch.arange(128, device=device))
@@ -135,7 +135,7 @@ def check_dropout_shares_a_graph(device: torch.device) -> str:
 
 
 def check_full_recompute_is_compiled(device: torch.device) -> str:
-    """Full recompute runs graphs in backward's thread, also beyond the eighth (points 6 and 19)."""
+    """Full recompute runs graphs in backward's thread, also beyond the eighth."""
     with _counted_graphs("aot_eager") as graphs:
         blocks: list[nn.Module] = [_Unlike(number + 2) for number in range(12)]
         compiled.compile_blocks(blocks, "full", "blocks", device)
@@ -160,7 +160,7 @@ def check_full_recompute_is_compiled(device: torch.device) -> str:
 
 
 def check_grouped_products(device: torch.device) -> str:
-    """Grouped products are right where experts have no rows, and where no expert has any (point 14)."""
+    """Grouped products are right where experts have no rows, and where no expert has any."""
     width, generator = (1024, 4096) if device.type == "cuda" else (32, 64), torch.Generator().manual_seed(0)
     counts = torch.tensor([300, 0, 1, 0, 0, 700, 23, 0], device=device)
 
@@ -195,7 +195,7 @@ def check_grouped_products(device: torch.device) -> str:
 
 
 def check_experts_do_not_wait(device: torch.device) -> str:
-    """A layer of experts in bf16 on one GPU never makes the host wait (points 14 and 19)."""
+    """A layer of experts in bf16 on one GPU never makes the host wait."""
     config = {**_SHAPE, "experts": 8, "experts_per_token": 2, "layers": 1}
     mixture = Mixture(TransformerConfig(**config)).to(device, torch.bfloat16)
     hidden = torch.randn(2, 128, 256, device=device).bfloat16().requires_grad_()
@@ -218,7 +218,7 @@ def check_experts_do_not_wait(device: torch.device) -> str:
 
 
 def check_threshold_codec(device: torch.device) -> str:
-    """The codec `threshold` decodes by a bounded number of launches, as on a CPU (point 19)."""
+    """The codec `threshold` decodes by a bounded number of launches, as on a CPU."""
     elements = 2**24 if device.type == "cuda" else 2**18
     compression = Compression.parse("threshold:3")
     values = torch.randn(elements, generator=torch.Generator().manual_seed(0)).to(device)

@@ -28,6 +28,10 @@ _MORE = (
 """Shapes for predictions, beside those with a target: model, layers, length, samples, compile, plan."""
 
 
+def _check(kind: str, name: str, seconds: float, subject: str = "Checks") -> Row:
+    return Row(name.replace("_", " "), subject, seconds, f"gpu_checks_{kind}:check_{name}")
+
+
 def _step(
     model: str,
     layers: int | None,
@@ -74,10 +78,35 @@ def _shape(model: str, layers: int | None, length: int, samples: int) -> str:
 
 ROWS = (
     Row("machine", "Machine", 30, "gpu_machine:facts"),
+    *(
+        _check(kind, name, seconds)
+        for kind, name, seconds in (
+            ("memory", "refused_lock", 25),
+            ("models", "losses", 40),
+            ("models", "norm_and_clip", 20),
+            ("memory", "pinned_size", 20),
+            ("groups", "holds", 20),
+            ("attention", "attention", 45),
+            ("models", "grouped_products", 30),
+            ("memory", "live_storages", 20),
+            ("models", "full_recompute_is_compiled", 60),
+        )
+    ),
     Row("tests", "Trainings", 90, "gpu_training:tests", {"files": _TESTED}, needs=("pytest", "hypothesis")),
     Row("save and resume eager", "Trainings", 60, "gpu_training:save_and_resume", {"compile": "none"}),
     Row("save and resume compiled", "Trainings", 90, "gpu_training:save_and_resume", {"compile": "blocks"}),
     Row("shoal train", "Trainings", 75, "gpu_training:command"),
+    *(
+        _check("groups", name, seconds, _SHARED)
+        for name, seconds in (
+            ("nccl_with_one_rank", 30),
+            ("collectives_in_the_gpus_memory", 45),
+            ("buckets_in_the_gpus_memory", 40),
+            ("collectives_by_way_of_the_host", 45),
+            ("buckets_by_way_of_the_host", 40),
+            ("expandable_segments", 40),
+        )
+    ),
     *(
         Row(f"check {plan.replace(',', ' ')}", _SHARED, 40, "gpu_training:check_plan", {"plan": plan})
         for plan in ("dp=2,shard=zero1", "dp=2,shard=zero3", "tp=2,tensor=async", "cp=2", "pp=2")
@@ -95,6 +124,21 @@ ROWS = (
         for model, length, samples in (("125m", 1024, 1), ("1b", 2048, 8))
         for compile in ("none", "blocks")
         for arguments in [{"model": model, "length": length, "samples": samples, "compile": compile}]
+    ),
+    *(
+        _check(kind, name, seconds, "More checks")
+        for kind, name, seconds in (
+            ("models", "dropout_shares_a_graph", 60),
+            ("models", "gradients_are_moved_together", 20),
+            ("models", "experts_do_not_wait", 30),
+            ("models", "threshold_codec", 20),
+            ("memory", "locking_beside_training", 40),
+            ("memory", "load_rate", 40),
+            ("memory", "deterministic_empty", 20),
+            ("memory", "thread_device", 30),
+            ("memory", "trace_apart", 45),
+            ("memory", "free_memory", 45),
+        )
     ),
     Row("dropout recompute=full compiled", "More trainings", 90, "gpu_training:dropout_compiled"),
     Row("experts in bf16", "More trainings", 45, "gpu_training:experts"),
