@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from operator_stand_ins import Operators, Waits
 
 from shoal.collectives import codec_of
 from shoal.collectives.codecs import native, with_torch
@@ -209,6 +210,21 @@ def test_threshold_keeps_what_is_above_the_root_mean_square(values, number):
         assert (sent != 0)[part.abs() > limit * (1 + 1e-6) + 1e-44].all()
         assert not sent[part.abs() < limit * (1 - 1e-6) - 1e-44].any()
         assert torch.equal(sent, torch.where(sent != 0, part, 0.0))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_longer_vector_takes_no_more_operators_and_at_most_one_wait_to_decode(text):
+    """On GPUs an operator is a kernel."""
+    compression, ran = Compression.parse(text), []
+    for chunks in (3, 60):
+        values = torch.randn(chunks * CHUNK + 5, generator=torch.Generator().manual_seed(0))
+        payload = torch.empty(codec_of(compression).payload(values.numel()), dtype=torch.uint8)
+        written = with_torch.encode(compression, values, payload, 0, None)
+        with Operators() as operators, Waits() as waits:
+            with_torch.decode(compression, payload[:written], torch.empty_like(values), 0)
+        ran.append(operators.names)
+        assert len(waits.names) <= 1
+    assert ran[0] == ran[1]
 
 
 def test_random_sends_one_of_each_stretch_and_each_as_often():

@@ -104,18 +104,34 @@ def encode_threshold(number: int, values: Tensor, payload: Tensor) -> int:
 
 
 def decode_threshold(payload: Tensor, elements: int) -> tuple[Tensor, Tensor]:
-    """Return the indices of the kept elements in the vector, and their values."""
-    indices = [torch.empty(0, dtype=torch.int64, device=payload.device)]
-    values = [torch.empty(0, device=payload.device)]
-    on_host, begin = payload.cpu(), 0
-    for first in range(0, elements, CHUNK):
-        count = int(on_host[begin]) + 256 * int(on_host[begin + 1])
-        middle = begin + 2 + _position_bytes(count)
-        end = middle + 4 * count
-        indices.append(first + _unpacked_positions(payload[begin + 2 : middle][None], count).view(-1))
-        values.append(read(payload[middle:end], torch.float32))
-        begin = end
-    return torch.cat(indices), torch.cat(values)
+    """Return the indices of the kept elements in the vector, and their values.
+
+    Where a chunk's bytes begin follows from the counts of the chunks before it, so the host reads the counts
+    first. Then all chunks are decoded at once.
+    """
+    counts, begins = _threshold_chunks(payload, elements)
+    total, device = sum(counts), payload.device
+    count, begin = torch.tensor([counts, begins], dtype=torch.int64).to(device)
+    chunk = torch.arange(len(counts), device=device).repeat_interleave(count, output_size=total)
+    order = torch.arange(total, device=device) - (count.cumsum(0) - count)[chunk]
+    # A position's 12 bits begin in the middle of a byte where its place is odd.
+    at = begin[chunk] + 2 + order * 12 // 8
+    pair = payload[at].long() | payload[at + 1].long() << 8
+    positions = (pair >> (4 * (order & 1))) & 0xFFF
+    at = (begin + 2 + _position_bytes(count))[chunk] + 4 * order
+    values = read(payload[at[:, None] + torch.arange(4, device=device)], torch.float32)
+    return CHUNK * chunk + positions, values.view(-1)
+
+
+def _threshold_chunks(payload: Tensor, elements: int) -> tuple[list[int], list[int]]:
+    """Return how many elements each chunk keeps, and where its bytes begin."""
+    content = payload.cpu().numpy().tobytes()
+    counts, begins, begin = [], [], 0
+    for _ in range(0, elements, CHUNK):
+        counts.append(content[begin] | content[begin + 1] << 8)
+        begins.append(begin)
+        begin += 2 + _position_bytes(counts[-1]) + 4 * counts[-1]
+    return counts, begins
 
 
 def _even_parts(values: Tensor) -> list[Tensor]:

@@ -30,7 +30,7 @@ def encode(
     if compression.is_quantised:
         residual.copy_(values - decode_quantised(kind, payload, values.numel()))
     else:
-        indices, sent = _kept(compression, payload, values.numel(), seed)
+        indices, sent = _kept(compression, payload[:written], values.numel(), seed)
         rest = values[indices] - sent
         if residual.data_ptr() != values.data_ptr():
             residual.copy_(values)
