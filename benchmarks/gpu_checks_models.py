@@ -1,4 +1,4 @@
-"""Checks of models on a GPU: attention, dropout, graphs, gradients, experts, codecs, and a training's losses.
+"""Checks of models on a GPU: dropout, graphs, gradients, experts, codecs, and a training's losses.
 
 Each function returns a line of findings, or raises AssertionError with what it found and what it wanted. On a
 CPU they run with smaller sizes, so that their own code is tried.
@@ -19,19 +19,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.collectives.codecs import with_torch
 from shoal.models import (
-    Documents,
     Mixture,
     Transformer,
     TransformerConfig,
     next_token_loss,
     token_keys,
 )
-from shoal.models.attention import causal_attention
 from shoal.models.expert_products import GroupedProducts, LoopedProducts, Runs, multiply_by_experts
 from shoal.parallel import compiled, parallelize
 from shoal.parallel.optimizer.norm import limit_gradients
 from shoal.plan import Compression
 from shoal.train.update import Update
+
+__all__ = ["Operators", "finish"]
 
 _LAUNCHES = (
     "cudaLaunchKernel",
@@ -54,7 +54,7 @@ _SHAPE: dict[str, Any] = {
 }
 
 
-class _Operators(TorchDispatchMode):
+class Operators(TorchDispatchMode):
     """Notes the name of each operator that runs."""
 
     def __init__(self) -> None:
@@ -64,45 +64,6 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, operator: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         self.names.append(operator.name().removeprefix("aten::"))
         return operator(*arguments, **(named or {}))
-
-
-def check_attention(device: torch.device) -> str:
-    """Grouped-query attention equals the plain form, by a kernel without all scores in memory (point 11)."""
-    on_gpu = device.type == "cuda"
-    found = []
-    for dtype, tolerance in ((torch.bfloat16, 3e-2), (torch.float32, 2e-3)):
-        for is_masked in (False, True):
-            name = f"{str(dtype).removeprefix('torch.')}{' masked' if is_masked else ''}"
-            _compare_attention(device, dtype, is_masked, 1024 if on_gpu else 96, tolerance, name)
-            seq = 8192 if on_gpu else 256
-            given, documents = _attention_inputs(device, dtype, is_masked, seq)
-            with _Operators() as operators:
-                causal_attention(*given, documents)
-            kernels = {each for each in operators.names if "dot_product" in each or "softmax" in each}
-
-            def own(given: Any = given, documents: Any = documents) -> Tensor:
-                return causal_attention(*given, documents)
-
-            def shared(given: Any = given, documents: Any = documents) -> Tensor:
-                mask = None if documents is None else documents.mask()
-                return F.scaled_dot_product_attention(
-                    *given, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-                )
-
-            measured, reference = (_time_and_memory(each, given, device) for each in (own, shared))
-            scores = given[0].shape[1] * seq**2 * given[0].element_size()
-            assert not any("softmax" in each for each in kernels), (
-                f"{name}: ran {kernels}, wanted a fused kernel"
-            )
-            assert not on_gpu or measured[1] < scores / 4, (
-                f"{name}: {measured[1] / 1e6:.0f} MB more at the peak, wanted less than a quarter of the "
-                f"scores' {scores / 1e6:.0f} MB"
-            )
-            found.append(
-                f"{name}: {', '.join(sorted(kernels))} {measured[0] * 1e3:.2f} ms {measured[1] / 1e6:.0f} MB "
-                f"(keys shared {reference[0] * 1e3:.2f} ms {reference[1] / 1e6:.0f} MB)"
-            )
-    return f"attention, forward and backward: {'; '.join(found)}"
 
 
 def check_norm_and_clip(device: torch.device) -> str:
@@ -122,7 +83,7 @@ def check_norm_and_clip(device: torch.device) -> str:
         for _ in range(20):
             clip()
         host = (time.perf_counter() - began) / 20
-        _finish(device)
+        finish(device)
     few, many = launches.values()
     assert many - few <= 36, f"{launches} launches by parameters, wanted at most one for ten parameters more"
     return f"norm and clip: {launches} launches by parameters; {host * 1e6:.0f} us of the host for the most"
@@ -163,12 +124,12 @@ def check_dropout_shares_a_graph(device: torch.device) -> str:
         began = time.perf_counter()
         output: Any = model(tokens)
         output.sum().backward()
-        _finish(device)
+        finish(device)
         seconds, first = time.perf_counter() - began, graphs()
         model.dropout_keys = model.dropout_keys + 2
         model(tokens).sum().backward()
         assert (first, graphs()) == (1, 1), f"{first}, then {graphs()} graphs of 6 blocks, wanted 1"
-    error = float((output - expected).abs().max() / expected.abs().max())
+    error = float((output - expected).detach().abs().max() / expected.detach().abs().max())
     assert error < 1e-3, f"compiled output differs by {error:.1e} of the largest logit, wanted 1e-3"
     return f"dropout: 1 graph of 6 blocks, {seconds:.1f} s to compile; differs from eager by {error:.1e}"
 
@@ -245,7 +206,7 @@ def check_experts_do_not_wait(device: torch.device) -> str:
     run()
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return "experts: not checked for waits, because only Hopper's grouped product never waits"
-    _finish(device)
+    finish(device)
     torch.cuda.set_sync_debug_mode("error")
     try:
         run()
@@ -271,7 +232,7 @@ def check_threshold_codec(device: torch.device) -> str:
     launches = _launches(decode, device)
     began = time.perf_counter()
     decode()
-    _finish(device)
+    finish(device)
     seconds = time.perf_counter() - began
     with_torch.decode(compression, payload[:written].cpu(), expected, 0)
     assert torch.equal(decoded.cpu(), expected), "the device decodes other numbers than a CPU"
@@ -350,82 +311,22 @@ def _counted_graphs(backend: str) -> Iterator[Callable[[], int]]:
         compiled.BACKEND = before
 
 
-def _attention_inputs(
-    device: torch.device, dtype: torch.dtype, is_masked: bool, seq: int
-) -> tuple[list[Tensor], Documents | None]:
-    """Return query, key and value of 16 and 4 heads as projections give them, and documents for a mask."""
-    generator = torch.Generator().manual_seed(0)
-    given = [
-        torch.randn(1, seq, heads, 64, generator=generator).to(device, dtype).transpose(1, 2).requires_grad_()
-        for heads in (16, 4, 4)
-    ]
-    if not is_masked:
-        return given, None
-    # On a CPU attention to such short documents is masked, too.
-    positions = torch.arange(seq, device=device) % (seq // 3 if device.type == "cuda" else 8)
-    return given, Documents(positions[None])
-
-
-def _compare_attention(
-    device: torch.device, dtype: torch.dtype, is_masked: bool, seq: int, tolerance: float, name: str
-) -> None:
-    """Hold attention and its gradients against the definition in fp32."""
-    given, documents = _attention_inputs(device, dtype, is_masked, seq)
-    wide = [each.detach().float().requires_grad_() for each in given]
-    seen = torch.ones(seq, seq, dtype=torch.bool, device=device).tril()
-    if documents is not None:
-        seen = documents.mask()
-    query, key, value = wide[0], *(each.repeat_interleave(4, 1) for each in wide[1:])
-    scores = (query @ key.mT / 8).masked_fill(~seen, -math.inf)
-    expected, found = scores.softmax(-1) @ value, causal_attention(*given, documents)
-    expected.square().sum().backward()
-    found.float().square().sum().backward()
-    pairs: list[Any] = [("output", found.detach(), expected.detach())]
-    for what, own, each in zip(("query", "key", "value"), given, wide, strict=True):
-        pairs.append((f"the gradient of the {what}", own.grad, each.grad))
-    for what, one, other in pairs:
-        error = float((one.float() - other).abs().max() / other.abs().max())
-        assert error < tolerance, f"{name}: {what} differs by {error:.1e} of the largest, wanted {tolerance}"
-
-
-def _time_and_memory(
-    attend: Callable[[], Tensor], given: list[Tensor], device: torch.device
-) -> tuple[float, int]:
-    """Return seconds of forward and backward, and bytes that they take beyond what was there."""
-
-    def both() -> None:
-        output = attend()
-        torch.autograd.grad(output, given, output.detach())
-
-    both()
-    _finish(device)
-    before = 0
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-    began = time.perf_counter()
-    for _ in range(5):
-        both()
-    _finish(device)
-    seconds = (time.perf_counter() - began) / 5
-    return seconds, torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else 0
-
-
 def _launches(run: Callable[[], object], device: torch.device) -> int:
     """Return how much a call starts on a GPU, after a first call; on a CPU how many operators it runs."""
     run()
-    _finish(device)
+    finish(device)
     if device.type != "cuda":
-        with _Operators() as operators:
+        with Operators() as operators:
             run()
         return len(operators.names)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         run()
-        _finish(device)
+        finish(device)
     return sum(event.name in _LAUNCHES for event in profile.events() or ())
 
 
-def _finish(device: torch.device) -> None:
+def finish(device: torch.device) -> None:
+    """Wait until a device has done all that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
