@@ -71,7 +71,7 @@ def execute_as_member(job: Job, world: World, stop: StopSignal, membership: Memb
     Raises:
         Regroup: The members change, or this one was asked to leave; the state is saved.
     """
-    device = _begin(job, world, store)
+    device = _begin(job, world, store, membership.begin)
     coordinator: Coordinator = ProcessGroupCoordinator() if dist.is_initialized() else SingleProcess()
     if done := coordinator.all_gather_object(nothing_left_to_do(job) if world.rank == 0 else "")[0]:
         print(done, file=sys.stderr)
@@ -85,7 +85,11 @@ def execute_as_member(job: Job, world: World, stop: StopSignal, membership: Memb
         is_of_another = isinstance(error, (CommunicationError, dist.DistError))
         if is_of_another:
             membership.tell_broken()  # now, since the next generation decides who keeps a replica
-        execution.save_replica(_LOST if is_of_another else _OWN)
+        seconds = _LOST if is_of_another else _OWN
+        if membership.starts_again:  # the device may have computed with what a lost collective left
+            membership.wait_for_end(seconds)
+        else:
+            execution.save_replica(seconds)
         raise
 
 
@@ -104,10 +108,15 @@ def _execute_as_worker(role: Role, stop: StopSignal) -> int:
             dist.destroy_process_group()
 
 
-def _begin(job: Job, world: World, store: Store | None = None) -> torch.device:
-    """Return this rank's device, once it has joined the others."""
+def _begin(
+    job: Job,
+    world: World,
+    store: Store | None = None,
+    beforehand: Callable[[str], object] = lambda backend: None,
+) -> torch.device:
+    """Return this rank's device, once it has joined the others; `beforehand` is told the backend before."""
     device = own_device(choose_device(job.config.device, world.local_rank))
     if job.config.deterministic:
         compute_deterministically()
-    join(world, device, timeout=job.config.timeout, store=store)
+    join(world, device, timeout=job.config.timeout, store=store, beforehand=beforehand)
     return device
