@@ -26,7 +26,7 @@ from shoal.launch.local_ranks import LocalRanks
 from shoal.launch.membership import AFTER, Roster
 from shoal.launch.outcome import EXIT_STOPPED, Outcome
 from shoal.launch.stopping import StopRequest
-from shoal.launch.survivors import ENDS, Survivors
+from shoal.launch.survivors import Survivors
 from shoal.run import write_event
 
 __all__ = ["WAIT", "Members"]
@@ -205,7 +205,7 @@ class Members:
             self._note("left", gone)
         if not failed:
             return True
-        self._is_broken |= self._is_due
+        self._is_broken |= self._is_due and not (self._is_halted and self._roster.starts_again)
         self._has_waited = False
         if _WRONG_INPUT in failed.values():
             return False
@@ -337,8 +337,8 @@ class Members:
         stopped = self._processes.stopped()
         now = time.monotonic()
         self._stopped_since = {member: self._stopped_since.get(member, now) for member in stopped}
-        for member in self._survivors.late():
-            self._give_up(member, f"did not end within {ENDS:g} s when its group was lost")
+        if late := self._survivors.late():
+            self._processes.signal(signal.SIGKILL, late)
         for member, since in self._stopped_since.items():
             if now - since > _STOPPED:
                 self._give_up(member, f"was stopped for {_STOPPED:g} s (by SIGSTOP, Ctrl-Z or a debugger)")

@@ -15,11 +15,9 @@ from typing import final
 from shoal.launch.membership import Roster
 from shoal.launch.outcome import EXIT_AGAIN
 
-__all__ = ["ENDS", "Survivors"]
+__all__ = ["Survivors"]
 
-ENDS = 30.0
-"""Seconds in which a survivor ends: the driver may need some of them to free the memory of a device."""
-
+_ENDS = 30.0  # seconds in which a survivor ends: the driver may take some to free the memory of a device
 _STARTS = 300.0  # seconds in which a survivor that is started again becomes ready
 _OTHERS = 5.0  # seconds after the last one came, for members that are started for another reason
 
@@ -35,12 +33,13 @@ class Survivors:
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
         self._ending: set[int] = set()
+        self._late: set[int] = set()
         self._again: set[int] = set()
         self._since = 0.0
 
     def end(self, members: Collection[int]) -> None:
         """Tell members to end, because their group is lost."""
-        self._ending, self._since = set(members), time.monotonic()
+        self._ending, self._late, self._since = set(members), set(), time.monotonic()
         text = "shoal: the other ranks start again too, since their backend cannot go on without a lost one"
         print(text, file=sys.stderr, flush=True)
 
@@ -55,19 +54,23 @@ class Survivors:
         if not self._roster.starts_again:
             return set()
         follows = {member for member, code in codes.items() if code in (EXIT_AGAIN, -signal.SIGABRT)}
+        follows |= self._late.intersection(codes)
         has_cause = len(follows) < len(codes)
         found = {each for each in follows if has_cause or codes[each] == EXIT_AGAIN or each in self._ending}
         self._ending.difference_update(codes)
         self._again = (self._again - codes.keys()) | found
         return found
 
-    def late(self) -> list[int]:
-        """Return the members that have not ended in time, and hang."""
-        if not self._ending:
-            return []
+    def late(self) -> set[int]:
+        """Return the members that have not ended in time, and must be killed."""
         # One that was between two groups has nothing to end.
         self._ending = {member for member in self._ending if not self._roster.is_here(member)}
-        return sorted(self._ending) if time.monotonic() - self._since > ENDS else []
+        if self._ending and time.monotonic() - self._since > _ENDS and not self._late:
+            self._late = set(self._ending)
+            named = ", ".join(map(str, sorted(self._late)))
+            text = f"shoal: of the other ranks {named} did not end within {_ENDS:g} s, and are killed"
+            print(text, file=sys.stderr, flush=True)
+        return self._late & self._ending
 
     def are_awaited(self, starting: Collection[int], came: float) -> bool:
         """Return whether the next generation waits for more members.

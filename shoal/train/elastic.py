@@ -48,7 +48,8 @@ def execute_elastic(job: Job, world: World, membership: Membership, stop: StopSi
         while (generation := membership.next(_PATIENCE)) is not None:
             ended = _execute_in(generation, job, world, stop, membership, store)
             if isinstance(ended, int):
-                _leave(None, membership)  # while the watch may still end a process that waits for a lost one
+                with contextlib.suppress(RuntimeError):  # all is saved, whatever becomes of the others
+                    _leave(None, membership)
                 return ended
             failure = ended
             if stop.received is not None and failure is None:

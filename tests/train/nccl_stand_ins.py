@@ -1,12 +1,12 @@
 """A backend that fails as NCCL does, over Shoal's backend on CPUs: no collective raises.
 
 A collective of floating-point numbers is one of a device. If another rank is lost, it never ends, as a kernel
-that waits; with STAND_IN=garbage it leaves garbage, as a kernel whose communicator was aborted. If it waits too
-long, or STAND_IN_ABORT seconds after a rank was lost, a watchdog ends the process. Other collectives, which
-carry Python objects, raise errors: beside NCCL they go over gloo. STAND_IN_LOSES names a member that is killed
-when it is started again for the first time, before it is ready.
+that waits; with STAND_IN=garbage it leaves garbage, as a kernel whose communicator was aborted. If it waits
+too long, a watchdog notes that, and ends the process STAND_IN_ABORT seconds later, 60 by default; also if a
+rank was lost. Other collectives, which carry Python objects, raise errors: beside NCCL they go over gloo.
 
-`python -m nccl_stand_ins` is the program `shoal`, whose ranks communicate through this.
+STAND_IN_LOSES names a member that is killed when it is started again for the first time, before it is ready.
+Run as a module, this is the program `shoal`, whose ranks communicate in this way.
 """
 
 from __future__ import annotations

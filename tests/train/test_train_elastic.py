@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from elastic_stand_ins import FAULT, FAULTS, STEPS
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
@@ -22,41 +23,6 @@ from shoal.run import Run
 from shoal.train import Job, TrainConfig
 from shoal.train.elastic import _plan_in
 from shoal.train.members_plan import plan_for
-
-STEPS, FAULT = 12, 6
-
-# The schedule is called at the beginning of each step, on every rank.
-FAULTS = f"""
-import ctypes, os, signal, sys, time
-
-def begin(step, steps):
-    member, is_first = os.environ.get("SHOAL_MEMBER"), os.environ.get("SHOAL_AFTER") == "-1"
-    fault = os.environ.get("FAULT", "")
-    is_due = step >= {FAULT} if fault == "always" else step == {FAULT} and is_first
-    if is_due and member == os.environ.get("WHO", "1"):
-        if fault in ("kill", "always"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        if fault == "segfault":
-            os.kill(os.getpid(), signal.SIGSEGV)
-        if fault == "exit":
-            os._exit(3)
-        if fault == "exception":
-            raise RuntimeError("a fault of this rank")
-        if fault == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if fault == "sleep":
-            time.sleep(3600)
-        if fault == "hold":
-            mutex = ctypes.create_string_buffer(128)
-            for _ in range(2):
-                ctypes.PyDLL(None).pthread_mutex_lock(mutex)
-        if fault == "leave":
-            os.kill(os.getpid(), signal.SIGTERM)
-    if step == {FAULT} and member == "0" and fault == "stop all" and is_first:
-        os.kill(int(os.environ["LAUNCHED_BY"]), signal.SIGTERM)
-        time.sleep(0.2)
-    return 1.0
-"""
 
 
 class Trained:
