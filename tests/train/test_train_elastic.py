@@ -8,8 +8,10 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from elastic_stand_ins import FAULT, FAULTS, STEPS
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,11 +19,11 @@ from torch._C._distributed_c10d import HashStore
 
 from shoal.cluster import Cluster
 from shoal.errors import PlanError
-from shoal.launch import EXIT_STOPPED, Generation
+from shoal.launch import EXIT_STOPPED, Generation, Membership
 from shoal.plan import Plan, SettledPlan
 from shoal.run import Run
-from shoal.train import Job, TrainConfig
-from shoal.train.elastic import _plan_in
+from shoal.train import Job, TrainConfig, elastic
+from shoal.train.elastic import _leave, _plan_in, group_failure
 from shoal.train.members_plan import plan_for
 
 
@@ -132,6 +134,32 @@ def test_a_signal_to_the_launcher_stops_all_after_they_have_saved(tmp_path, tiny
     broken = Trained(tmp_path, tiny_run, "--nproc", "1:2", fault="stop all")
     assert broken.code == EXIT_STOPPED, broken.told
     assert "stopped by a signal; saved" in broken.told
+
+
+def test_a_rank_that_leaves_its_group_gives_back_device_memory_that_torch_keeps(monkeypatch):
+    """The next Plan's tensors have other sizes."""
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    store = HashStore()
+    membership = Membership(0, lambda: store, -1, lambda: None)
+    membership.begin("cpu:gloo,cuda:nccl")
+    _leave(None, membership)
+    assert emptied
+    assert not membership.starts_again
+
+
+def test_the_failure_of_a_group_is_read_from_the_backends_that_know_of_it(monkeypatch):
+    errors = iter(["SUCCESS", "TIMEOUT"])
+    nccl = SimpleNamespace(get_error=lambda: SimpleNamespace(name=next(errors)))
+    backends = {"cpu": SimpleNamespace(), "cuda": nccl}
+    group = SimpleNamespace(
+        _device_types=[torch.device("cpu"), torch.device("cuda")],
+        _get_backend=lambda device: backends[device.type],
+    )
+    monkeypatch.setattr(elastic, "_world", SimpleNamespace(pg_map=[group]))
+    assert group_failure() == ""
+    assert group_failure() == "TIMEOUT"
 
 
 def job(plan, batch, **changes):
