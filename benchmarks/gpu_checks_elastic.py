@@ -62,8 +62,8 @@ def check_a_watchdog_is_heard_before_it_aborts(device: torch.device) -> str:
         assert group_failure() == "", f"gloo reports {group_failure()!r}, wanted nothing"
         return "a group on CPUs reports no failure of a watchdog"
     child = _child("_wait_too_long", device, TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC=str(round(1000 * _DUMP / 4)))
-    called, heard, told, has_key = child.stdout.splitlines()[-1].split()
-    assert told == "TIMEOUT", f"the group reports {told}, wanted TIMEOUT: {child.stderr[-2000:]}"
+    called, heard, failure, has_key = child.stdout.splitlines()[-1].split()
+    assert failure == "TIMEOUT", f"the group reports {failure}, wanted TIMEOUT: {child.stderr[-2000:]}"
     assert child.returncode == -6, f"exit code {child.returncode}, wanted -6: {child.stderr[-2000:]}"
     after, later = float(heard) - float(called), time.time() - float(heard)
     assert after < _LIMIT + 3, f"heard {after:.1f} s after the call, wanted {_LIMIT + 3} s at most"
@@ -141,11 +141,11 @@ def _wait_too_long(device: torch.device) -> None:
     called = time.time()
 
     def hear() -> None:
-        while not (told := group_failure()):
+        while not (failure := group_failure()):
             time.sleep(0.05)
         heard = time.time()
         time.sleep(0.5)
-        print(called, heard, told, store.check(["exception_dump"]), flush=True)
+        print(called, heard, failure, store.check(["exception_dump"]), flush=True)
 
     threading.Thread(target=hear, daemon=True).start()
     torch.cuda._sleep(int(60 * _clock(device)))

@@ -297,10 +297,10 @@ class Members:
         if self._failed_since is None or waited != self._waited:
             self._failed_since, self._waited = now, waited
         is_heard = self._linked is None or self._linked.is_heard
-        if now - self._failed_since > _MENDED and is_heard and self._restarts:
+        if now - self._failed_since > _MENDED and is_heard:
             for member in hanging:
                 self._give_up(member, f"did not come to the other ranks for {self._timeout:g} s")
-            if hanging:
+            if hanging or not self._restarts:
                 return
             self._restarts -= 1
             self._is_due = self._is_broken = self._has_waited = True

@@ -171,15 +171,15 @@ class Membership:
         member: The number of this process.
         generation: The generation that this process is in, once `next` was called.
         step_seconds: Seconds of its last step; 0 before there is one.
-        starts_again: Whether this process ends if its generation is broken, since its group reports nothing.
+        starts_again: Whether this process ends if its generation is broken, since its group raises no errors.
 
     Args:
         member: The number of this process.
         connect: Returns a connection to the store of the ranks; each call returns another one.
         after: The generation that was newest when the process was started; -1 for none.
         abort: Ends all communication of this process, from another thread.
-        failure: Returns how a group of this process has failed that reports nothing: "TIMEOUT" if it waited
-            too long, other text for another reason, "" if it has not.
+        failure: Returns why a group has failed that raises no errors: "TIMEOUT" if it waited too long, other
+            text for another reason, "" if it has not failed.
     """
 
     def __init__(

@@ -15,6 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch.distributed import DistError
+
 from shoal.errors import CheckpointError, CommunicationError, ShoalError, UserError, WorkerError
 from shoal.hang import HangVerdict
 from shoal.submit import EXIT_STOPPED
@@ -51,13 +53,12 @@ class Outcome:
     @classmethod
     def of_error(cls, rank: int, error: BaseException) -> Outcome:
         """Return the outcome of a rank that raised an error."""
-        known = isinstance(error, ShoalError)
         return cls(
             rank=rank,
             exit_code=error.exit_code if isinstance(error, ShoalError) else 1,
             error=f"{type(error).__name__}: {error}",
             detail="" if isinstance(error, _CLEAR) else "".join(traceback.format_exception(error)),
-            in_collective=known and isinstance(error, CommunicationError),
+            in_collective=isinstance(error, (CommunicationError, DistError)),
         )
 
     def write(self, folder: Path) -> None:

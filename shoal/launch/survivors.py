@@ -1,6 +1,6 @@
 """Members that end because another is lost: their groups report nothing, and cannot be left (NCCL).
 
-They end by themselves once a generation without members tells them so, or by SIGABRT if NCCL's watchdog was
+They end by themselves once a generation without members is announced, or by SIGABRT if NCCL's watchdog was
 quicker. Neither is a failure of theirs: they are started again at once, and none of the restarts is used up.
 """
 
@@ -38,9 +38,9 @@ class Survivors:
         self._since = 0.0
 
     def end(self, members: Collection[int]) -> None:
-        """Tell members to end, because their group is lost."""
+        """Note that members are to end, because their group is lost."""
         self._ending, self._late, self._since = set(members), set(), time.monotonic()
-        text = "shoal: the other ranks start again too, since their backend cannot go on without a lost one"
+        text = "shoal: all ranks start again, since a group of NCCL that has lost one cannot go on"
         print(text, file=sys.stderr, flush=True)
 
     def take(self, codes: Mapping[int, int]) -> set[int]:

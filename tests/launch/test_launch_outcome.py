@@ -75,6 +75,13 @@ def test_the_rank_that_others_waited_for_is_the_cause_unless_a_rank_failed_by_it
     assert root_cause(waited, {0: 1, 1: 1}, hang=nobody).rank == 0
 
 
+def test_an_error_of_torchs_backends_may_be_because_of_another_rank():
+    lost = Outcome.of_error(
+        0, torch.distributed.DistBackendError("NCCL error: the remote process has exited")
+    )
+    assert root_cause([lost], {0: 1, 1: KILL}).rank == 1
+
+
 def test_a_rank_that_is_stopped_or_hangs_is_the_cause_of_aborts():
     assert root_cause([], {0: ABRT, 2: ABRT}, stopped=[1]).rank == 1
     hang = HangVerdict(cause=Cause.SLEEP, ranks=(2,), text="rank 2 did not come to barrier")
