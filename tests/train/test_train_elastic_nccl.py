@@ -75,7 +75,7 @@ def test_ranks_that_the_watchdog_aborts_after_another_was_lost_have_not_failed(
     programs, tmp_path, tiny_run, unbroken
 ):
     words = ["2:3", "--restarts", "1"]
-    broken = Trained(programs, tmp_path, tiny_run, *words, fault="kill", who="2", STAND_IN_ABORT="0")
+    broken = Trained(programs, tmp_path, tiny_run, *words, fault="kill", who="2", STAND_IN_ABORT="0.005")
     broken.require(unbroken, lost={2})
     assert "watchdog thread terminated" in broken.told
 
@@ -124,7 +124,7 @@ def test_the_others_go_on_without_a_rank_that_is_not_started_again(programs, tmp
 @pytest.mark.long
 def test_too_few_ranks_end_the_run_with_the_rank_that_was_lost(programs, tmp_path, tiny_run):
     words = ["3:3", "--restarts", "0", "--set", "checkpoint.every=2"]
-    broken = Trained(programs, tmp_path, tiny_run, *words, fault="kill", STAND_IN_ABORT="0")
+    broken = Trained(programs, tmp_path, tiny_run, *words, fault="kill", STAND_IN_ABORT="0.005")
     assert broken.code == 1
     assert "rank 1 failed: killed by SIGKILL" in broken.told.splitlines()[-3:][0]
     assert "continue with: shoal train --resume" in broken.told
