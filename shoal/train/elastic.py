@@ -175,11 +175,11 @@ def abort() -> None:
 
 
 def group_failure() -> str:
-    """Return how a group of this process has failed, as only NCCL's watchdog knows; "" if none has."""
+    """Return why a group of this process has failed, as only NCCL's watchdog knows; "" if none has."""
     for group in list(_world.pg_map):
         for device in group._device_types:
-            look = getattr(group._get_backend(device), "get_error", None)
             with contextlib.suppress(RuntimeError):  # another backend, or a group that has ended just now
+                look = getattr(group._get_backend(device), "get_error", None)
                 if look is not None and (error := look().name) != "SUCCESS":
                     return str(error)
     return ""

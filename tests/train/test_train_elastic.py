@@ -157,7 +157,12 @@ def test_the_failure_of_a_group_is_read_from_the_backends_that_know_of_it(monkey
         _device_types=[torch.device("cpu"), torch.device("cuda")],
         _get_backend=lambda device: backends[device.type],
     )
-    monkeypatch.setattr(elastic, "_world", SimpleNamespace(pg_map=[group]))
+
+    def gone(device):
+        raise RuntimeError("the group has ended")
+
+    ended = SimpleNamespace(_device_types=[torch.device("cuda")], _get_backend=gone)
+    monkeypatch.setattr(elastic, "_world", SimpleNamespace(pg_map=[ended, group]))
     assert group_failure() == ""
     assert group_failure() == "TIMEOUT"
 
