@@ -7,7 +7,7 @@ stop), Nursery (the process that ranks are forked from), Meeting (the hosts of a
 """
 
 from shoal.launch.agent import ALONE, open_store, ranks_here
-from shoal.launch.devices import choose_device
+from shoal.launch.devices import choose_device, reports_failures
 from shoal.launch.drain import ask_to_leave
 from shoal.launch.elastic import Elasticity, launch_elastic
 from shoal.launch.ended import Ended
@@ -20,7 +20,7 @@ from shoal.launch.memory_files import MANIFEST, Held, Peer, held_in, is_there
 from shoal.launch.messages import NOW, PING, Here, Task, from_line, to_line
 from shoal.launch.node import Node
 from shoal.launch.nursery import Nursery, open_nursery
-from shoal.launch.outcome import EXIT_STOPPED, Outcome, root_cause
+from shoal.launch.outcome import EXIT_AGAIN, EXIT_STOPPED, Outcome, root_cause
 from shoal.launch.output import RankLog, keep_output, pass_on
 from shoal.launch.stopping import SAVE, signals_noted
 from shoal.launch.token import TOKEN_FILE, find_token, read_token
@@ -29,6 +29,7 @@ from shoal.launch.world import World, find_world, join, meet
 
 __all__ = [
     "ALONE",
+    "EXIT_AGAIN",
     "EXIT_STOPPED",
     "MANIFEST",
     "NOW",
@@ -74,6 +75,7 @@ __all__ = [
     "process_age",
     "ranks_here",
     "read_token",
+    "reports_failures",
     "root_cause",
     "run_rank",
     "signals_noted",

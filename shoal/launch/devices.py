@@ -9,10 +9,18 @@ import torch
 from shoal.collectives import is_built
 from shoal.errors import ConfigError
 
-__all__ = ["backend_for", "choose_device", "identity_of", "sharing"]
+__all__ = ["backend_for", "choose_device", "identity_of", "reports_failures", "sharing"]
 
 _NCCL = "cpu:gloo,cuda:nccl"
 """Backends of GPUs that are not shared: the CPU's is for Python objects, which so need no GPU."""
+
+
+def reports_failures(backend: str) -> bool:
+    """Return whether a collective raises an error if another rank of the group is lost.
+
+    NCCL's do not: its kernels wait on the device, and its watchdog ends the process some time later.
+    """
+    return "nccl" not in backend
 
 
 def choose_device(asked: str, local_rank: int) -> torch.device:

@@ -21,6 +21,10 @@ from shoal.launch.stopping import StopRequest, signals_noted
 
 __all__ = ["Elasticity", "launch_elastic", "member_environments"]
 
+_NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "TORCH_NCCL_BLOCKING_WAIT": "0"}
+"""So that NCCL's watchdog ends a process, and never a collective alone: what the device was given to do after
+it would use what the collective left."""
+
 
 @dataclass(frozen=True, slots=True)
 class Elasticity:
@@ -92,4 +96,4 @@ def member_environments(
     """Return the environment of each member of a host; the arguments are those of `rank_environments`."""
     given = {**os.environ, AFTER: "-1", **environment}
     made = rank_environments(folder, numbers, members, port, given, nursery)
-    return {number: {**each, MEMBER: str(number)} for number, each in made.items()}
+    return {number: {**each, **_NCCL, MEMBER: str(number)} for number, each in made.items()}

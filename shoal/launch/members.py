@@ -7,27 +7,27 @@ are too few to go on elsewhere. Without enough it waits for hosts, if there are 
 
 from __future__ import annotations
 
-import contextlib
-import json
 import signal
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from torch.distributed.distributed_c10d import Store
 
 from shoal.errors import WorkerError
-from shoal.hang import HangVerdict
+from shoal.launch.causes import Causes
 from shoal.launch.drain import Request, Requests
 from shoal.launch.ended import exit_code_after_signal
 from shoal.launch.launcher import END, SETTLE, listen_for
 from shoal.launch.linked_hosts import LinkedHosts
 from shoal.launch.local_ranks import LocalRanks
 from shoal.launch.membership import AFTER, Roster
-from shoal.launch.outcome import EXIT_STOPPED, Outcome, root_cause
+from shoal.launch.outcome import EXIT_STOPPED, Outcome
 from shoal.launch.stopping import StopRequest
+from shoal.launch.survivors import Survivors
+from shoal.run import write_event
 
 __all__ = ["WAIT", "Members"]
 
@@ -77,7 +77,9 @@ class Members:
         self._processes = processes
         self._linked = linked
         self._roster = Roster(store)
+        self._survivors = Survivors(self._roster)
         self._folder = folder
+        self._causes = Causes(folder)
         self._events = events
         self._least = least
         self._restarts = restarts
@@ -91,7 +93,6 @@ class Members:
         self._stopped_since: dict[int, float] = {}
         self._absent_since: float | None = None  # members that others wait for
         self._has_waited = False  # whether members of the newest generation have waited for another before
-        self._given_up: dict[int, str] = {}  # members that are ended here, and why
         self._signal: signal.Signals | None = None
         self._failure: WorkerError | None = None
         self._is_due = True  # whether a generation is to be made,
@@ -100,6 +101,7 @@ class Members:
         self._came = 0.0  # time at which a host or a member came last
         self._waits_since: float | None = None  # for hosts
         self._failed_since: float | None = None  # a group, without a member that has ended
+        self._waited = 0  # members of the newest generation whose group has waited too long
         self._asked: set[int] = set()  # members that were asked to leave
         self._requests = Requests(None if events is None else events.parent)
         self._looked = 0.0  # time of the last look for requests
@@ -129,11 +131,14 @@ class Members:
             return bool(self._processes.running())
         can_go_on = self._linked is None or self._linked.has_quorum
         if self._is_due and (self._linked is None or self._linked.is_heard):
-            if can_go_on and len(self._present) >= self._least and not self._gathers():
+            all_end = self._is_broken and self._roster.starts_again
+            if can_go_on and len(self._present) >= self._least and not (all_end or self._gathers()):
                 self._form()
-            elif self._is_broken and self._linked is not None:
+            elif all_end or (self._is_broken and self._linked is not None):
                 self._roster.announce([], is_broken=True)  # so that all stop and wait
                 self._is_halted, self._is_broken = True, False
+                if all_end:
+                    self._survivors.end(self._present)
         here = len(self._present) + len(self._starting)
         if can_go_on and here >= self._least and here:
             self._waits_since = None
@@ -149,8 +154,10 @@ class Members:
 
     def _gathers(self) -> bool:
         """Return whether others may still come after all had to stop; together they have more state."""
-        if not self._is_halted or self._linked is None:
+        if not self._is_halted:
             return False
+        if self._linked is None or self._roster.starts_again:
+            return self._survivors.are_awaited(self._starting, self._came)
         is_recent = time.monotonic() - self._came < _GATHERED
         return bool(self._starting) or (is_recent and not self._linked.is_whole)
 
@@ -173,42 +180,47 @@ class Members:
 
     def _note_ends(self) -> bool:
         """Take note of members that have ended; return whether the training goes on."""
-        codes = {
-            member: code for member, code in self._processes.exit_codes().items() if member not in self._ended
-        }
+        if (codes := self._new_ends()) and self._signal is None:
+            time.sleep(_LOOK)  # another that failed first, or its outcome, may be on its way
+            codes = self._new_ends()
         if not codes:
             return True
         if 0 in codes.values():  # all steps are made
             listen_for(self._processes, END)
             return False
         failed = {member: code for member, code in codes.items() if code != EXIT_STOPPED}
-        if failed and self._signal is None:
-            time.sleep(_LOOK)  # the outcome of another that failed first may be on its way
         self._ended.update(codes)
         self._is_due |= not set(codes).isdisjoint(self._present)
         self._present = [member for member in self._present if member not in codes]
         self._starting.difference_update(codes)
+        follow = self._survivors.take(failed) if self._signal is None else set()
+        failed = {member: code for member, code in failed.items() if member not in follow}
         if failed:
             self._failure = self._why(failed)
         if self._signal is not None:
             return not failed
+        for each in filter(self._can_start, follow):
+            self._start(each)
+        if gone := codes.keys() - failed.keys() - follow:
+            self._note("left", gone)
         if not failed:
-            self._note("left", codes)
             return True
-        self._is_broken |= self._is_due
+        self._is_broken |= self._is_due and not (self._is_halted and self._roster.starts_again)
         self._has_waited = False
         if _WRONG_INPUT in failed.values():
             return False
-        left = len(self._present)
+        left = len(self._present) + len(follow)
         print(f"shoal: {self._failure}; {left} go on, if they can", file=sys.stderr, flush=True)
         self._note("lost", failed, str(self._failure))
         self._start_again(failed)
         return True
 
+    def _new_ends(self) -> dict[int, int]:
+        codes = self._processes.exit_codes()
+        return {member: code for member, code in codes.items() if member not in self._ended}
+
     def _start_again(self, failed: Mapping[int, int]) -> None:
-        for member in failed:
-            if member in self._asked or (self._linked is not None and not self._linked.can_start(member)):
-                continue
+        for member in filter(self._can_start, failed):
             is_early = time.monotonic() - self._started[member] < _SOON
             if self._restarts == 0 or (is_early and member in self._early):
                 continue
@@ -217,10 +229,16 @@ class Members:
                 self._early.add(member)
             else:
                 self._early.discard(member)
-            self._expect(member)
-            self._processes.start_again(member, {AFTER: str(self._roster.newest)})
+            self._start(member)
         if self._linked is not None and self._linked.has_spare:
             self._leave_out_failing(self._linked)
+
+    def _can_start(self, member: int) -> bool:
+        return member not in self._asked and (self._linked is None or self._linked.can_start(member))
+
+    def _start(self, member: int) -> None:
+        self._expect(member)
+        self._processes.start_again(member, {AFTER: str(self._roster.newest)})
 
     def _leave_out_failing(self, linked: LinkedHosts) -> None:
         """End hosts none of whose members is started again, as others stand by."""
@@ -232,11 +250,9 @@ class Members:
     def _expect(self, member: int) -> None:
         """Forget what is known of a member, which is started."""
         self._roster.expect(member)
-        for outcome in self._folder.glob(f"rank-{member:05d}.json"):
-            outcome.unlink()
+        self._causes.forget(member)
         self._ended.discard(member)
         self._asked.discard(member)
-        self._given_up.pop(member, None)
         self._starting.add(member)
         self._started[member] = time.monotonic()
 
@@ -261,11 +277,8 @@ class Members:
         self._is_due = True
         if len(self._present) >= self._least:
             again = " again" if ready <= self._known else ""
-            print(
-                f"shoal: {_named(ready)}{again}; now there are {len(self._present)}",
-                file=sys.stderr,
-                flush=True,
-            )
+            text = f"shoal: {_named(ready)}{again}; now there are {len(self._present)}"
+            print(text, file=sys.stderr, flush=True)
         self._known |= ready
         self._note("came", ready)
 
@@ -280,9 +293,15 @@ class Members:
         if self._is_due or self._processes.stopped() or not self._roster.is_told_broken():
             self._failed_since = None
             return
-        self._failed_since = self._failed_since or now
+        waited, hanging = self._roster.waited()
+        if self._failed_since is None or waited != self._waited:
+            self._failed_since, self._waited = now, waited
         is_heard = self._linked is None or self._linked.is_heard
-        if now - self._failed_since > _MENDED and is_heard and self._restarts:
+        if now - self._failed_since > _MENDED and is_heard:
+            for member in hanging:
+                self._give_up(member, f"did not come to the other ranks for {self._timeout:g} s")
+            if hanging or not self._restarts:
+                return
             self._restarts -= 1
             self._is_due = self._is_broken = self._has_waited = True
             print(
@@ -309,19 +328,17 @@ class Members:
         self._note("asked", asked, refused, request.number)
 
     def _note(self, event: str, members: Iterable[int], reason: str = "", request: str = "") -> None:
-        """Append an event to the file of events. A full disk loses it, and stops nothing."""
-        if self._events is None or not self._events.parent.is_dir():
-            return
-        told = {"time": time.time(), "event": event, "members": sorted(members), "present": self._present}
-        more = {name: text for name, text in (("reason", reason), ("request", request)) if text}
-        with contextlib.suppress(OSError), self._events.open("a") as file:
-            file.write(json.dumps({**told, **more}) + "\n")
+        if self._events is not None:
+            more: Any = {name: text for name, text in (("reason", reason), ("request", request)) if text}
+            write_event(self._events, event, members=sorted(members), present=self._present, **more)
 
     def _end_stopped(self) -> None:
         """End processes that were stopped for long: they hold up all others."""
         stopped = self._processes.stopped()
         now = time.monotonic()
         self._stopped_since = {member: self._stopped_since.get(member, now) for member in stopped}
+        if late := self._survivors.late():
+            self._processes.signal(signal.SIGKILL, late)
         for member, since in self._stopped_since.items():
             if now - since > _STOPPED:
                 self._give_up(member, f"was stopped for {_STOPPED:g} s (by SIGSTOP, Ctrl-Z or a debugger)")
@@ -340,29 +357,16 @@ class Members:
         if now - self._absent_since <= patience:
             return
         for member in absent:
-            hang = self._hang_of(member)
-            cause = "" if hang is None else f": {hang.text}"
+            is_known = self._has_waited and self._roster.is_numbered_by_rank
+            cause = self._causes.hang_of(member) if is_known else ""
             self._give_up(member, f"did not come to the other ranks for {patience:g} s{cause}")
 
-    def _hang_of(self, member: int) -> HangVerdict | None:
-        """Return why a member hangs, if the ranks that waited for it before have found out."""
-        files = sorted(self._folder.glob("verdict-*"), key=lambda path: path.stat().st_mtime)
-        if not (files and self._has_waited and self._roster.is_numbered_by_rank):
-            return None
-        verdict = HangVerdict.read(files[-1])
-        return verdict if verdict is not None and verdict.ranks == (member,) else None
-
     def _give_up(self, member: int, why: str) -> None:
-        self._given_up.setdefault(member, f"its process {why}, and was ended")
+        self._causes.give_up(member, why)
         self._processes.signal(signal.SIGKILL, [member])
 
     def _why(self, failed: Mapping[int, int]) -> WorkerError:
-        outcomes = [outcome for outcome in Outcome.read_all(self._folder) if outcome.rank in failed]
-        given_up = next((member for member in failed if member in self._given_up), None)
-        if given_up is not None and not any(outcome.error for outcome in outcomes):
-            failure = WorkerError(given_up, self._given_up[given_up], exit_code=1)
-        else:
-            failure = root_cause(outcomes, failed)
+        failure = self._causes.of(failed)
         if self._linked is not None:
             failure.host = self._linked.where(failure.rank)
         return failure

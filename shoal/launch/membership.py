@@ -10,6 +10,15 @@ is its rank. One launcher alone makes generations, and puts each into the store 
       starts member 1 again
              <----------------------------- member 1 is ready
       generation 2: members 0, 1, 2 ------> finish their step, save, form another group, go on
+
+Where a backend reports no lost rank, as NCCL, no process can leave its group. All start again instead:
+
+    launcher                               members
+      member 1 dies
+      generation 1: no members -----------> end at once, with `EXIT_AGAIN`
+      starts all again
+             <----------------------------- members 0, 1, 2 are ready
+      generation 2: members 0, 1, 2 ------> form a group, go on from the newest state
 """
 
 from __future__ import annotations
@@ -17,14 +26,19 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import final
+from typing import NoReturn, final
 
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from shoal.errors import CommunicationError
+from shoal.launch.devices import reports_failures
+from shoal.launch.outcome import EXIT_AGAIN
 
 __all__ = ["Generation", "Membership", "Roster"]
 
@@ -40,6 +54,8 @@ PEER = "SHOAL_PEER"
 _PREFIX = "members"
 _NEWEST = "newest"
 _OVER = "over"
+_STARTS_AGAIN = "starts again"
+_DUMP = "exception_dump"  # what NCCL's watchdog sets if it fails; every later group that saw it would end
 _LOOK = 0.02  # seconds between two looks at the store of a member that waits
 _WATCH = 0.05  # seconds between two looks while it trains
 _STAND_BY = 0.1  # seconds between two looks while others train without it
@@ -76,6 +92,7 @@ class Roster:
     """
 
     def __init__(self, store: Store) -> None:
+        self._all = store
         self._store = PrefixStore(_PREFIX, store)
         self._members: Sequence[int] = ()
         self._since: dict[int, int] = {}
@@ -90,6 +107,7 @@ class Roster:
         self._members, self._awaited = tuple(members), set(members)
         since = [self._since.setdefault(member, self.newest) for member in members]
         made = Generation(self.newest, self._members, since, is_broken, starting)
+        self._all.delete_key(_DUMP)
         self._store.set(_generation(self.newest), json.dumps(asdict(made)))
         self._store.set(_NEWEST, str(self.newest))
 
@@ -126,6 +144,24 @@ class Roster:
         """Whether a member of the newest generation has told that its group has failed."""
         return bool(self._store.check([_broken(self.newest)]))
 
+    def waited(self) -> tuple[int, list[int]]:
+        """Return how many members of the newest generation have waited too long, and for which others.
+
+        Members for which the fewer have waited are not named: they may wait too, since later.
+        """
+        waited = [each for each in self._members if self._store.check([_waited(self.newest, each)])]
+        others = [each for each in self._members if each not in waited]
+        return len(waited), others if len(others) <= len(waited) else []
+
+    def is_here(self, member: int) -> bool:
+        """Whether a member has left the generation before the newest, whose group is gone."""
+        return bool(self._store.check([_here(self.newest, member)]))
+
+    @property
+    def starts_again(self) -> bool:
+        """Whether members whose group is broken end, and must be started again."""
+        return bool(self._store.check([_STARTS_AGAIN]))
+
 
 @final
 class Membership:
@@ -135,22 +171,33 @@ class Membership:
         member: The number of this process.
         generation: The generation that this process is in, once `next` was called.
         step_seconds: Seconds of its last step; 0 before there is one.
+        starts_again: Whether this process ends if its generation is broken, since its group raises no errors.
 
     Args:
         member: The number of this process.
         connect: Returns a connection to the store of the ranks; each call returns another one.
         after: The generation that was newest when the process was started; -1 for none.
         abort: Ends all communication of this process, from another thread.
+        failure: Returns why a group has failed that raises no errors: "TIMEOUT" if it waited too long, other
+            text for another reason, "" if it has not failed.
     """
 
     def __init__(
-        self, member: int, connect: Callable[[], Store], after: int, abort: Callable[[], object]
+        self,
+        member: int,
+        connect: Callable[[], Store],
+        after: int,
+        abort: Callable[[], object],
+        failure: Callable[[], str] = lambda: "",
     ) -> None:
         self.member = member
         self.generation = Generation(after, ())
         self.step_seconds = 0.0
+        self.starts_again = False
         self._store = PrefixStore(_PREFIX, connect())
         self._abort = abort
+        self._failure = failure
+        self._reported: int | None = None  # the generation whose failure the watch has reported
         self._newer: Generation | None = None
         self._entered = after
         self._is_closed = threading.Event()
@@ -158,7 +205,9 @@ class Membership:
         self._thread = threading.Thread(target=self._watch, name="shoal-membership", daemon=True)
 
     @classmethod
-    def found(cls, environment: Mapping[str, str], abort: Callable[[], object]) -> Membership | None:
+    def found(
+        cls, environment: Mapping[str, str], abort: Callable[[], object], failure: Callable[[], str]
+    ) -> Membership | None:
         """Return the membership that the environment describes; None if this process is no member."""
         if MEMBER not in environment:
             return None
@@ -167,7 +216,7 @@ class Membership:
         def connect() -> Store:
             return TCPStore(host, port, is_master=False, wait_for_workers=False)
 
-        return cls(int(environment[MEMBER]), connect, int(environment[AFTER]), abort)
+        return cls(int(environment[MEMBER]), connect, int(environment[AFTER]), abort, failure)
 
     @property
     def is_due(self) -> bool:
@@ -213,6 +262,28 @@ class Membership:
             time.sleep(_LOOK)
         return None
 
+    def begin(self, backend: str) -> None:
+        """Note the backend of the group that this process is about to form.
+
+        Raises:
+            CommunicationError: A member of the generation is lost already, and the group would wait for it.
+        """
+        with self._lock:
+            self.starts_again = not reports_failures(backend)
+            if self.starts_again and self._newer is not None and self._newer.is_broken:
+                self.starts_again = False
+                raise CommunicationError("another rank was lost before the ranks connected")
+        if self.starts_again:
+            self._store.set(_STARTS_AGAIN, "")
+
+    def leave(self) -> None:
+        """Note that this process has left its group, and that nothing of it is left."""
+        self.starts_again = False
+
+    def wait_for_end(self, seconds: float) -> None:
+        """Wait for the watch to end this process, if the launcher notes that another is lost."""
+        self._is_closed.wait(seconds)
+
     def stand_by(self, is_asked_to_leave: Callable[[], bool]) -> None:
         """Return once there is a newer generation, or none will come, or this member is asked to leave."""
         while not (self.is_due or is_asked_to_leave() or self._store.check([_OVER])):
@@ -251,9 +322,10 @@ class Membership:
             self._thread.join()
 
     def _watch(self) -> None:
-        """Note newer generations; end the communication of one that is broken."""
+        """Note newer generations; end the communication of one that is broken, or this process with it."""
         with contextlib.suppress(RuntimeError):  # the launcher is gone, and this process ends with it
             while not self._is_closed.wait(_WATCH):
+                self._look_for_failure()
                 known = max(each.number for each in (self.generation, self._newer) if each is not None)
                 if not self._store.check([_generation(known + 1)]):
                     continue
@@ -264,7 +336,17 @@ class Membership:
                     is_known = self._newer is not None and self._newer.number == newest.number
                     self._newer = newest
                     if newest.is_broken and not is_known and self._entered == self.generation.number:
-                        self._abort()
+                        (_end if self.starts_again else self._abort)()
+
+    def _look_for_failure(self) -> None:
+        """Report a failure of this generation's group that only a watchdog knows of."""
+        number = self.generation.number
+        if not self.starts_again or self._reported == number or not (failure := self._failure()):
+            return
+        self._reported = number
+        if failure == "TIMEOUT":
+            self._store.set(_waited(number, self.member), "")
+        self.tell_broken()
 
     def _is_here(self, generation: Generation) -> bool:
         return bool(self._store.check([_here(generation.number, member) for member in generation.members]))
@@ -278,6 +360,14 @@ class Membership:
         return Generation(number, members, since, bool(told["is_broken"]), int(told["starting"]))
 
 
+def _end() -> NoReturn:
+    """End this process without a look at its device or its groups, which may wait for ever."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(EXIT_AGAIN)
+
+
 def _generation(number: int) -> str:
     return f"generation {number}"
 
@@ -288,6 +378,10 @@ def _here(generation: int, member: int) -> str:
 
 def _broken(generation: int) -> str:
     return f"{generation} is broken"
+
+
+def _waited(generation: int, member: int) -> str:
+    return f"{generation} has waited in {member}"
 
 
 def _peer(member: int) -> str:

@@ -15,11 +15,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch.distributed import DistError
+
 from shoal.errors import CheckpointError, CommunicationError, ShoalError, UserError, WorkerError
 from shoal.hang import HangVerdict
 from shoal.submit import EXIT_STOPPED
 
-__all__ = ["EXIT_STOPPED", "Outcome", "root_cause"]
+__all__ = ["EXIT_AGAIN", "EXIT_STOPPED", "Outcome", "root_cause"]
+
+EXIT_AGAIN = 76
+"""Exit code of a member that ended because its group is lost, and that the launcher starts again."""
 
 _CLEAR = UserError, CheckpointError
 """Errors whose messages name what was wrong, and where: a traceback would hide that."""
@@ -48,13 +53,12 @@ class Outcome:
     @classmethod
     def of_error(cls, rank: int, error: BaseException) -> Outcome:
         """Return the outcome of a rank that raised an error."""
-        known = isinstance(error, ShoalError)
         return cls(
             rank=rank,
             exit_code=error.exit_code if isinstance(error, ShoalError) else 1,
             error=f"{type(error).__name__}: {error}",
             detail="" if isinstance(error, _CLEAR) else "".join(traceback.format_exception(error)),
-            in_collective=known and isinstance(error, CommunicationError),
+            in_collective=isinstance(error, (CommunicationError, DistError)),
         )
 
     def write(self, folder: Path) -> None:
@@ -76,8 +80,8 @@ def root_cause(
     """Return the failure that came before the others.
 
     It is the first of these that exists: the earliest error outside of a collective, a rank that a signal
-    killed, a rank that ended without an outcome, a rank that is stopped, the cause of a hang, the earliest
-    error in a collective.
+    killed, a rank that ended without an outcome, a rank that is stopped, the cause of a hang, a rank that
+    aborted, the earliest error in a collective. NCCL's watchdog aborts ranks that waited for another.
 
     Args:
         outcomes: The outcomes that ranks wrote.
@@ -92,8 +96,11 @@ def root_cause(
             return _as_error(outcome)
     told = {outcome.rank for outcome in outcomes}
     silent = {rank: code for rank, code in exit_codes.items() if rank not in told or not failures}
-    killed = {rank: code for rank, code in silent.items() if code < 0 and -code != signal.SIGTERM}
-    for rank, code in (killed or silent).items():
+    aborted = {rank: code for rank, code in silent.items() if code == -signal.SIGABRT}
+    others = {rank: code for rank, code in silent.items() if rank not in aborted}
+    killed = {rank: code for rank, code in others.items() if code < 0 and -code != signal.SIGTERM}
+    is_explained = bool(stopped) or (hang is not None and bool(hang.ranks))
+    for rank, code in (killed or others or ({} if is_explained else aborted)).items():
         if code < 0:
             number = signal.Signals(-code)
             return WorkerError(rank, f"killed by {number.name}{_HINTS.get(number, '')}")
@@ -104,7 +111,7 @@ def root_cause(
             min(stopped), f"its process was stopped (by SIGSTOP, Ctrl-Z or a debugger); {lost}", exit_code=1
         )
     if hang is not None and hang.ranks:
-        met = f"rank {failures[0].rank}: {failures[0].error}\n{failures[0].detail}"
+        met = "\n".join(f"rank {each.rank}: {each.error}\n{each.detail}" for each in failures[:1])
         return WorkerError(min(hang.ranks), hang.text, detail=met, exit_code=1)
     return _as_error(failures[0])
 
@@ -112,6 +119,7 @@ def root_cause(
 _HINTS = {
     signal.SIGKILL: " (by a person, or by the system because memory ran out: see `dmesg`)",
     signal.SIGSEGV: " (a fault in native code)",
+    signal.SIGABRT: " (by native code, such as NCCL's watchdog when a collective has waited too long)",
     signal.SIGBUS: " (often a full /dev/shm or disk)",
 }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -89,6 +89,7 @@ def join(
     timeout: float,
     environment: MutableMapping[str, str] = os.environ,
     store: Store | None = None,
+    beforehand: Callable[[str], object] = lambda backend: None,
 ) -> None:
     """Form the default process group of all ranks: NCCL between GPUs, Shoal's backend between CPUs.
 
@@ -102,6 +103,7 @@ def join(
         timeout: Seconds after which a collective fails if not all ranks called it.
         environment: Environment that gets MASTER_ADDR and MASTER_PORT, which torch reads.
         store: The store in which these ranks meet, if `meet` made it.
+        beforehand: Called with the backend, before the ranks connect.
 
     Raises:
         CommunicationError: The ranks did not all meet.
@@ -115,6 +117,7 @@ def join(
     watch_hangs()
     try:
         backend = _backend(world, device, store, limit)
+        beforehand(backend)
         dist.init_process_group(
             backend,
             store=PrefixStore("default", store),
@@ -122,7 +125,7 @@ def join(
             world_size=world.ranks,
             timeout=limit,
             # NCCL then makes its communicator here; `shoal.parallel` uses it before other groups.
-            device_id=device if "nccl" in backend else None,
+            device_id=device if "cuda:nccl" in backend else None,
         )
     except RuntimeError as error:
         raise _not_met(world, error) from error

@@ -7,8 +7,10 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from shoal.launch import Membership, find_world, run_rank
-from shoal.train.elastic import abort, execute_elastic
+import torch.distributed as dist
+
+from shoal.launch import Membership, find_world, reports_failures, run_rank
+from shoal.train.elastic import abort, execute_elastic, group_failure
 from shoal.train.execute import execute
 from shoal.values import decode
 
@@ -16,9 +18,15 @@ if __name__ == "__main__":
     world = find_world()
     assert world is not None
     job = decode(Path(sys.argv[1]).read_bytes())
-    membership = Membership.found(os.environ, abort)
+    membership = Membership.found(os.environ, abort, group_failure)
     if membership is None:
         work = partial(execute, lambda: job, world)
     else:
         work = partial(execute_elastic, job, world, membership)
-    sys.exit(run_rank(world.rank, work))
+    code = run_rank(world.rank, work)
+    if dist.is_initialized() and not reports_failures(dist.get_backend_config()):
+        # The group of a rank that failed is left as it is: its end may wait for ranks that wait for this.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)

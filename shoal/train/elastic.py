@@ -22,7 +22,7 @@ from shoal.train.execution import Regroup
 from shoal.train.job import Job, Resume
 from shoal.train.members_plan import plan_for
 
-__all__ = ["abort", "execute_elastic"]
+__all__ = ["abort", "execute_elastic", "group_failure"]
 
 _PATIENCE = 600.0  # seconds for the launcher to make another generation, for which it may wait for hosts
 _PAUSE = 0.02  # seconds between two looks for the Plan of a generation
@@ -48,6 +48,8 @@ def execute_elastic(job: Job, world: World, membership: Membership, stop: StopSi
         while (generation := membership.next(_PATIENCE)) is not None:
             ended = _execute_in(generation, job, world, stop, membership, store)
             if isinstance(ended, int):
+                with contextlib.suppress(RuntimeError):  # all is saved, whatever becomes of the others
+                    _leave(None, membership)
                 return ended
             failure = ended
             if stop.received is not None and failure is None:
@@ -88,7 +90,9 @@ def _execute_in(
         failure = error
     if failure is not None:
         membership.tell_broken()
-    _leave(failure)
+        if membership.starts_again:  # and the launcher knows of no other rank that is lost
+            raise failure
+    _leave(failure, membership)
     return failure
 
 
@@ -121,7 +125,7 @@ def _plan_in(generation: Generation, job: Job, membership: Membership, store: St
     return None if told == _NO_PLAN else Plan.parse(told)
 
 
-def _leave(failure: BaseException | None) -> None:
+def _leave(failure: BaseException | None, membership: Membership) -> None:
     """Leave the process groups, and free what the generation held."""
     if failure is not None:
         _forget_frames(failure)
@@ -129,7 +133,10 @@ def _leave(failure: BaseException | None) -> None:
         abort()
     if dist.is_initialized():
         dist.destroy_process_group()
+    membership.leave()
     gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # the next Plan's tensors have other sizes
     with contextlib.suppress(OSError, AttributeError):  # another libc keeps what it will
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -157,7 +164,22 @@ def _forget_backward() -> None:
 
 
 def abort() -> None:
-    """End all communication of this process, from any thread."""
+    """End all communication of this process, from any thread.
+
+    Never that of a group that reports no failures: its kernels would end, and what the device was given to do
+    after them, such as the optimizer's step, would use what a broken off collective left.
+    """
     for group in list(_world.pg_map):
         with contextlib.suppress(RuntimeError):  # it has ended just now
             group.abort()
+
+
+def group_failure() -> str:
+    """Return why a group of this process has failed, as only NCCL's watchdog knows; "" if none has."""
+    for group in list(_world.pg_map):
+        for device in group._device_types:
+            with contextlib.suppress(RuntimeError):  # another backend, or a group that has ended just now
+                look = getattr(group._get_backend(device), "get_error", None)
+                if look is not None and (error := look().name) != "SUCCESS":
+                    return str(error)
+    return ""

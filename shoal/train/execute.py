@@ -72,7 +72,7 @@ def execute_as_member(job: Job, world: World, stop: StopSignal, membership: Memb
     Raises:
         Regroup: The members change, or this one was asked to leave; the state is saved.
     """
-    with _begun(job, world, store) as device:
+    with _begun(job, world, store, membership.begin) as device:
         coordinator: Coordinator = ProcessGroupCoordinator() if dist.is_initialized() else SingleProcess()
         if done := coordinator.all_gather_object(nothing_left_to_do(job) if world.rank == 0 else "")[0]:
             print(done, file=sys.stderr)
@@ -86,7 +86,11 @@ def execute_as_member(job: Job, world: World, stop: StopSignal, membership: Memb
             is_of_another = isinstance(error, (CommunicationError, dist.DistError))
             if is_of_another:
                 membership.tell_broken()  # now, since the next generation decides who keeps a replica
-            execution.save_replica(_LOST if is_of_another else _OWN)
+            seconds = _LOST if is_of_another else _OWN
+            if membership.starts_again:  # the device may have computed with what a lost collective left
+                membership.wait_for_end(seconds)
+            else:
+                execution.save_replica(seconds)
             raise
 
 
@@ -106,9 +110,21 @@ def _execute_as_worker(role: Role, stop: StopSignal) -> int:
 
 
 @contextmanager
-def _begun(job: Job, world: World, store: Store | None = None) -> Iterator[torch.device]:
-    """Enter the computation that a job asks for, with this rank's device, once it has joined the others."""
+def _begun(
+    job: Job,
+    world: World,
+    store: Store | None = None,
+    beforehand: Callable[[str], object] = lambda backend: None,
+) -> Iterator[torch.device]:
+    """Enter the computation that a job asks for, with this rank's device, once it has joined the others.
+
+    Args:
+        job: The job.
+        world: The ranks.
+        store: The store in which these ranks meet, if there is one.
+        beforehand: Called with the backend, before the ranks connect.
+    """
     device = own_device(choose_device(job.config.device, world.local_rank))
     with compute_deterministically() if job.config.deterministic else nullcontext():
-        join(world, device, timeout=job.config.timeout, store=store)
+        join(world, device, timeout=job.config.timeout, store=store, beforehand=beforehand)
         yield device

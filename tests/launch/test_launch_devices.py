@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from shoal.errors import ConfigError
 from shoal.launch import World, choose_device, devices, join
-from shoal.launch.devices import backend_for, identity_of
+from shoal.launch.devices import backend_for, identity_of, reports_failures
 from shoal.parallel import own_device
 
 
@@ -54,8 +54,17 @@ def test_ranks_that_share_a_gpu_have_the_backend_shoal():
         backend_for(["a", "b", "a"])
 
 
-def join_on(gpus: list[str], port: int) -> tuple[str, list[str]]:
-    """This rank's backends, and what all ranks tell each other; each rank has a GPU of this name."""
+def test_only_nccl_reports_no_failure_of_a_collective():
+    assert not reports_failures(backend_for(["a", "b"]))
+    assert all(reports_failures(each) for each in ("gloo", "shoal", "cpu:shoal,cuda:shoal"))
+
+
+def join_on(gpus: list[str], port: int) -> tuple[str, list[str], list[bool]]:
+    """This rank's backends, what all ranks tell each other, and whether it had a group when it was told.
+
+    Each rank has a GPU of this name.
+    """
+    had_group: list[bool] = []
     rank, ranks = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
     world = World(rank=rank, ranks=ranks, local_rank=rank, master=("127.0.0.1", port))
@@ -64,10 +73,11 @@ def join_on(gpus: list[str], port: int) -> tuple[str, list[str]]:
         patch.object(devices, "_NCCL", "cpu:gloo,cuda:gloo"),  # this torch has no NCCL
     ):
         assert identity_of(torch.device("cuda", 0)) == gpus[rank]
-        join(world, torch.device("cuda", 0), timeout=60)
+        told_before = lambda backend: had_group.append(dist.is_initialized())  # noqa: E731
+        join(world, torch.device("cuda", 0), timeout=60, beforehand=told_before)
     told = [""] * ranks
     dist.all_gather_object(told, f"rank {rank}")
-    return dist.get_backend_config(), told
+    return dist.get_backend_config(), told, had_group
 
 
 @pytest.mark.parametrize(
@@ -79,4 +89,4 @@ def test_ranks_ask_each_other_whether_they_share_a_gpu(ranks, gpus, backends):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     told = ["rank 0", "rank 1", "rank 2"]
-    assert ranks.run(join_on, 3, gpus, port) == [(backends, told)] * 3
+    assert ranks.run(join_on, 3, gpus, port) == [(backends, told, [False])] * 3

@@ -9,6 +9,8 @@ import time
 import pytest
 from torch._C._distributed_c10d import HashStore
 
+from shoal.errors import CommunicationError
+from shoal.launch import membership as module
 from shoal.launch.membership import Membership, Roster
 
 
@@ -178,3 +180,106 @@ def test_a_member_whose_steps_take_long_waits_for_those_that_are_started_again(s
     assert stays.next(10).number == 2
     for thread in threads:
         thread.join()
+
+
+def wait_until(condition):
+    until = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+NCCL = "cpu:gloo,cuda:nccl"
+
+
+def test_a_process_whose_group_reports_nothing_ends_with_its_generation_and_none_is_aborted(monkeypatch):
+    """An abort would let the device go on with what the collective left."""
+    store, aborted, ended = HashStore(), [], []
+    monkeypatch.setattr(module, "_end", lambda: ended.append(1))
+    roster = Roster(store)
+    (member,) = members_of(store, 1, abort=lambda: aborted.append(1))
+    roster.announce([0], is_broken=False)
+    member.ready()
+    assert member.next(10).number == 0
+    assert not roster.starts_again
+    member.begin(NCCL)
+    assert roster.starts_again
+    roster.announce([], is_broken=True)
+    wait_until(lambda: ended)
+    assert not aborted
+    member.close()
+
+
+def test_a_process_between_two_groups_does_not_end_and_goes_to_the_next_generation(monkeypatch):
+    store = HashStore()
+    monkeypatch.setattr(module, "_end", lambda: pytest.fail("it has no group"))
+    roster = Roster(store)
+    (member,) = members_of(store, 1)
+    roster.announce([0], is_broken=False)
+    member.ready()
+    member.next(10)
+    member.begin(NCCL)
+    member.leave()
+    roster.announce([], is_broken=True)
+    wait_until(lambda: member.is_due)
+    assert not roster.is_here(0)
+    assert member.next(0.05) is None
+    assert roster.is_here(0)
+    roster.announce([0], is_broken=False)
+    assert member.next(10).number == 2
+    member.close()
+
+
+def test_no_group_that_reports_nothing_is_formed_with_a_member_that_is_lost_already():
+    store = HashStore()
+    roster = Roster(store)
+    (member,) = members_of(store, 1)
+    roster.announce([0], is_broken=False)
+    member.ready()
+    member.next(10)
+    roster.announce([], is_broken=True)
+    wait_until(lambda: member.is_due)
+    with pytest.raises(CommunicationError, match="lost before"):
+        member.begin(NCCL)
+    assert not member.starts_again
+    member.close()
+
+
+@pytest.mark.parametrize(
+    ("failures", "waited", "missed"),
+    [
+        (["", "", ""], 0, []),
+        (["TIMEOUT", "", "TIMEOUT"], 2, [1]),
+        (["TIMEOUT", "", ""], 1, []),  # others may wait too, since later
+        (["COMM_ERROR", "", "COMM_ERROR"], 0, []),
+    ],
+)
+def test_a_member_that_the_most_have_waited_for_hangs(failures, waited, missed):
+    store = HashStore()
+    roster = Roster(store)
+    members = [
+        Membership(number, lambda: store, -1, lambda: None, lambda text=text: text)
+        for number, text in enumerate(failures)
+    ]
+    roster.announce([0, 1, 2], is_broken=False)
+    assert all(entered(members).values())
+    for member in members:
+        member.begin(NCCL)
+        member.ready()
+    if any(failures):
+        wait_until(roster.is_told_broken)
+    wait_until(lambda: roster.waited()[0] >= waited)
+    time.sleep(0.2)
+    assert roster.waited() == (waited, missed if waited else [])
+    for member in members:
+        member.close()
+
+
+def test_a_generation_does_not_see_that_a_watchdog_of_an_earlier_one_asked_all_to_end():
+    """NCCL's watchdog leaves this in the store, and a later group that sees it ends eight minutes later."""
+    store = HashStore()
+    roster = Roster(store)
+    roster.announce([0], is_broken=False)
+    store.set("exception_dump", "0")
+    roster.announce([0], is_broken=True)
+    assert not store.check(["exception_dump"])

@@ -14,7 +14,7 @@ from shoal.errors import CommunicationError, CorruptCheckpointError, PlanError, 
 from shoal.hang import Cause, HangVerdict
 from shoal.launch import Outcome, root_cause
 
-KILL, TERM, SEGV = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV
+KILL, TERM, SEGV, ABRT = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV, -signal.SIGABRT
 
 
 def own(rank, when):
@@ -48,6 +48,12 @@ def collective(rank, when):
         # one ended badly after its work was done
         ([Outcome(rank=0, exit_code=0)], {0: 1}, 0, "exit code 1"),
         ([Outcome(rank=0, exit_code=0), Outcome(rank=1, exit_code=0)], {0: TERM, 1: SEGV}, 1, "SIGSEGV"),
+        # NCCL's watchdog aborted those that waited for another
+        ([], {0: ABRT, 1: KILL, 2: ABRT}, 1, "SIGKILL"),
+        ([], {0: ABRT, 1: 3}, 1, "exit code 3"),
+        ([own(1, 2.0)], {0: ABRT, 1: 1}, 1, "ValueError"),
+        ([], {0: ABRT, 1: ABRT}, 0, "SIGABRT (by native code"),
+        ([collective(0, 1.0)], {0: 1, 1: ABRT}, 1, "SIGABRT"),
     ],
 )
 def test_the_cause_is_the_failure_that_no_other_explains(outcomes, codes, rank, reason):
@@ -67,6 +73,21 @@ def test_the_rank_that_others_waited_for_is_the_cause_unless_a_rank_failed_by_it
     assert root_cause(waited, {0: 1, 1: 1, 3: KILL}, hang=hang).rank == 3
     nobody = HangVerdict(cause=Cause.TRANSPORT, ranks=(), text="the network")
     assert root_cause(waited, {0: 1, 1: 1}, hang=nobody).rank == 0
+
+
+def test_an_error_of_torchs_backends_may_be_because_of_another_rank():
+    lost = Outcome.of_error(
+        0, torch.distributed.DistBackendError("NCCL error: the remote process has exited")
+    )
+    assert root_cause([lost], {0: 1, 1: KILL}).rank == 1
+
+
+def test_a_rank_that_is_stopped_or_hangs_is_the_cause_of_aborts():
+    assert root_cause([], {0: ABRT, 2: ABRT}, stopped=[1]).rank == 1
+    hang = HangVerdict(cause=Cause.SLEEP, ranks=(2,), text="rank 2 did not come to barrier")
+    assert (
+        str(root_cause([], {0: ABRT, 1: ABRT}, hang=hang)) == "rank 2 failed: rank 2 did not come to barrier"
+    )
 
 
 RANKS = st.permutations(range(6))

@@ -88,7 +88,8 @@ class OneHost:
         self.name = name
         self._out = folder / f"{name}.out"
         given = {**os.environ, "OMP_NUM_THREADS": "1", "SHOAL_HOST_ID": name, **environment}
-        module = "in_namespace_at_home" if "NAMESPACE" in environment else "shoal.cli.main"
+        program = environment.get("PROGRAM", "shoal.cli.main")
+        module = "in_namespace_at_home" if "NAMESPACE" in environment else program
         with self._out.open("w") as out:
             outputs = out.fileno(), out.fileno()
             self.process = programs.start(module, ["train", *words], given, outputs, folder)

@@ -8,55 +8,23 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from elastic_stand_ins import FAULT, FAULTS, STEPS
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
 from shoal.cluster import Cluster
 from shoal.errors import PlanError
-from shoal.launch import EXIT_STOPPED, Generation
+from shoal.launch import EXIT_STOPPED, Generation, Membership
 from shoal.plan import Plan, SettledPlan
 from shoal.run import Run
-from shoal.train import Job, TrainConfig
-from shoal.train.elastic import _plan_in
+from shoal.train import Job, TrainConfig, elastic
+from shoal.train.elastic import _leave, _plan_in, group_failure
 from shoal.train.members_plan import plan_for
-
-STEPS, FAULT = 12, 6
-
-# The schedule is called at the beginning of each step, on every rank.
-FAULTS = f"""
-import ctypes, os, signal, sys, time
-
-def begin(step, steps):
-    member, is_first = os.environ.get("SHOAL_MEMBER"), os.environ.get("SHOAL_AFTER") == "-1"
-    fault = os.environ.get("FAULT", "")
-    is_due = step >= {FAULT} if fault == "always" else step == {FAULT} and is_first
-    if is_due and member == os.environ.get("WHO", "1"):
-        if fault in ("kill", "always"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        if fault == "segfault":
-            os.kill(os.getpid(), signal.SIGSEGV)
-        if fault == "exit":
-            os._exit(3)
-        if fault == "exception":
-            raise RuntimeError("a fault of this rank")
-        if fault == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        if fault == "sleep":
-            time.sleep(3600)
-        if fault == "hold":
-            mutex = ctypes.create_string_buffer(128)
-            for _ in range(2):
-                ctypes.PyDLL(None).pthread_mutex_lock(mutex)
-        if fault == "leave":
-            os.kill(os.getpid(), signal.SIGTERM)
-    if step == {FAULT} and member == "0" and fault == "stop all" and is_first:
-        os.kill(int(os.environ["LAUNCHED_BY"]), signal.SIGTERM)
-        time.sleep(0.2)
-    return 1.0
-"""
 
 
 class Trained:
@@ -166,6 +134,37 @@ def test_a_signal_to_the_launcher_stops_all_after_they_have_saved(tmp_path, tiny
     broken = Trained(tmp_path, tiny_run, "--nproc", "1:2", fault="stop all")
     assert broken.code == EXIT_STOPPED, broken.told
     assert "stopped by a signal; saved" in broken.told
+
+
+def test_a_rank_that_leaves_its_group_gives_back_device_memory_that_torch_keeps(monkeypatch):
+    """The next Plan's tensors have other sizes."""
+    emptied = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
+    store = HashStore()
+    membership = Membership(0, lambda: store, -1, lambda: None)
+    membership.begin("cpu:gloo,cuda:nccl")
+    _leave(None, membership)
+    assert emptied
+    assert not membership.starts_again
+
+
+def test_the_failure_of_a_group_is_read_from_the_backends_that_know_of_it(monkeypatch):
+    errors = iter(["SUCCESS", "TIMEOUT"])
+    nccl = SimpleNamespace(get_error=lambda: SimpleNamespace(name=next(errors)))
+    backends = {"cpu": SimpleNamespace(), "cuda": nccl}
+    group = SimpleNamespace(
+        _device_types=[torch.device("cpu"), torch.device("cuda")],
+        _get_backend=lambda device: backends[device.type],
+    )
+
+    def gone(device):
+        raise RuntimeError("the group has ended")
+
+    ended = SimpleNamespace(_device_types=[torch.device("cuda")], _get_backend=gone)
+    monkeypatch.setattr(elastic, "_world", SimpleNamespace(pg_map=[ended, group]))
+    assert group_failure() == ""
+    assert group_failure() == "TIMEOUT"
 
 
 def job(plan, batch, **changes):
