@@ -140,6 +140,14 @@ ROWS = (
             ("memory", "free_memory", 45),
         )
     ),
+    *(
+        _check("elastic", name, seconds, "A rank that is lost over NCCL")
+        for name, seconds in (
+            ("a_watchdog_is_heard_before_it_aborts", 90),
+            ("a_process_ends_while_a_kernel_runs", 60),
+            ("a_planned_change_leaves_nothing_on_the_device", 45),
+        )
+    ),
     Row("dropout recompute=full compiled", "More trainings", 90, "gpu_training:dropout_compiled"),
     Row("experts in bf16", "More trainings", 45, "gpu_training:experts"),
     Row("offload to the host", "More trainings", 60, "gpu_training:offload"),
