@@ -36,7 +36,7 @@ print(time.time())
 
 
 def check_a_process_ends_while_a_kernel_runs(device: torch.device) -> str:
-    """The watch of a membership ends the process during a kernel, and a new one has the device (point 18)."""
+    """The watch of a membership ends the process during a kernel, and a new one has the device."""
     child = _child("_end_while_a_kernel_runs", device)
     announced = float(child.stdout.splitlines()[-1])
     assert child.returncode == EXIT_AGAIN, f"exit code {child.returncode}, not {EXIT_AGAIN}: {child.stderr}"
@@ -56,7 +56,7 @@ def check_a_process_ends_while_a_kernel_runs(device: torch.device) -> str:
 
 
 def check_a_watchdog_is_heard_before_it_aborts(device: torch.device) -> str:
-    """NCCL's watchdog shows a time-out to Shoal, and ends the process later by SIGABRT (point 18)."""
+    """NCCL's watchdog shows a time-out to Shoal, and ends the process later by SIGABRT."""
     if device.type == "cpu":
         _group(device)
         assert group_failure() == "", f"gloo reports {group_failure()!r}, wanted nothing"
@@ -74,7 +74,7 @@ def check_a_watchdog_is_heard_before_it_aborts(device: torch.device) -> str:
 
 
 def check_a_planned_change_leaves_nothing_on_the_device(device: torch.device) -> str:
-    """A member that leaves its group cleanly gives back device memory, and forms another group (point 18)."""
+    """A member that leaves its group cleanly gives back device memory, and forms another group."""
     free, rounds = [], 3
     for number in range(rounds):
         membership = Membership(0, dist.HashStore, -1, abort)
