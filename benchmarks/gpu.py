@@ -146,9 +146,16 @@ def _require(options: argparse.Namespace) -> None:
             f"{sys.executable} has no {', '.join(missing)}, which Shoal needs: install it, or name the "
             "folder of an unpacked wheel in PYTHONPATH, or give another Python (make gpu PYTHON=...)"
         )
-    # The driver's device is looked for without torch, so that this process never holds memory of the GPU.
-    if options.device == "cuda" and not any(Path("/dev").glob("nvidia[0-9]*")):
+    if options.device == "cuda" and not _has_gpu():
         raise ValueError("there is no GPU: run this where one is, or try it with --simulated or --device cpu")
+
+
+def _has_gpu() -> bool:
+    """Return whether there is a GPU; this process itself never uses it, so that rows have all of its memory."""
+    if any(Path("/dev").glob("nvidia[0-9]*")):
+        return True
+    command = [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"]
+    return subprocess.run(command, stderr=subprocess.DEVNULL, check=False).returncode == 0
 
 
 def _run(
