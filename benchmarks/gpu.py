@@ -151,7 +151,7 @@ def _require(options: argparse.Namespace) -> None:
 
 
 def _has_gpu() -> bool:
-    """Return whether there is a GPU; this process itself never uses it, so that rows have all of its memory."""
+    """Return whether there is a GPU. This process itself never uses it: rows have all of its memory."""
     if any(Path("/dev").glob("nvidia[0-9]*")):
         return True
     command = [sys.executable, "-c", "import sys, torch; sys.exit(not torch.cuda.is_available())"]
