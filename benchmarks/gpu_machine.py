@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from gpu_outcome import Found
+from gpu_sources import CORE_FAILURE
 
 from shoal.collectives import is_built
 from shoal.units import format_bytes
@@ -39,7 +40,8 @@ def facts(device: torch.device) -> Iterator[Found]:
         f"{len(os.sched_getaffinity(0))} cores, {format_bytes(int(memory) * 1024)} of memory, "
         f"locked at most: {locked}, /dev/shm {format_bytes(shared.f_blocks * shared.f_frsize)}"
     )
-    yield Found("the native core is built" if is_built() else "the native core is not built")
+    core = "the native core is built"
+    yield Found(core if is_built() else os.environ.get(CORE_FAILURE, "the native core is not built"))
     found = {name: _version(name) for name in _EXTRAS}
     there = ", ".join(f"{name} {each}" for name, each in found.items() if each)
     missing = ", ".join(name for name, each in found.items() if not each)

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["OUTCOMES", "Found", "Lacking", "Line", "Row", "Short", "newest", "read_lines"]
+__all__ = [
+    "NOT_BEGUN",
+    "OUTCOMES",
+    "STOPPED",
+    "Found",
+    "Lacking",
+    "Line",
+    "Row",
+    "Short",
+    "newest",
+    "read_lines",
+]
 
 OUTCOMES = {
     "wrong": "a result differs from its reference",
@@ -19,10 +30,16 @@ OUTCOMES = {
     "no memory": "the row took all memory of the device, or too much of the host's",
     "short": "right, and short of its target",
     "lacking": "something is not installed",
-    "not run": "its budget did not fit into the time that was left",
+    "not run": "there was no time for it, or the run was stopped",
     "right": "right, and on target",
 }
 """Outcomes, the worst first."""
+
+STOPPED = "stopped by a signal"
+"""Why a row was not run, or not to its end."""
+
+NOT_BEGUN = ("lacking", "not run")
+"""Outcomes of rows that have shown nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +47,7 @@ class Row:
     """A check or a measurement: a process of its own, with a limit.
 
     Attributes:
-        name: Its name.
+        name: Its name: a word, which may have hyphens.
         subject: The section of the page that shows it.
         seconds: Its budget: after this time it is killed.
         function: `module:function` in this folder. It gets the device, returns or yields findings, each a
@@ -94,34 +111,56 @@ class Line:
     machine: str = ""
 
     def json(self) -> str:
-        """This line."""
-        return json.dumps(dataclasses.asdict(self), ensure_ascii=False)
+        """This line, in ASCII."""
+        return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def parse(cls, text: str) -> Line:
-        """Return the line that a text holds."""
-        content = json.loads(text)
-        findings = tuple((each, dict(figures)) for each, figures in content.pop("findings"))
-        return cls(findings=findings, log=tuple(content.pop("log")), **content)
+        """Return the line that a text holds.
+
+        Raises:
+            ValueError: It holds none, or one of another release.
+        """
+        try:
+            content = json.loads(text)
+            findings = tuple(
+                (str(each), {str(name): float(value) for name, value in figures.items()})
+                for each, figures in content.pop("findings")
+            )
+            line = cls(findings=findings, log=tuple(map(str, content.pop("log"))), **content)
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"no line of the acceptance run: {error}") from error
+        texts = (line.name, line.subject, line.outcome, line.reason, line.date, line.commit, line.machine)
+        numbers = (line.number, line.seconds, line.budget)
+        is_typed = all(isinstance(each, str) for each in texts)
+        is_typed &= all(isinstance(each, int | float) for each in numbers)
+        if not is_typed or line.outcome not in OUTCOMES:
+            raise ValueError("no line of the acceptance run: a value is of another kind")
+        return line
 
 
 def read_lines(file: Path) -> list[Line]:
-    """Return the lines of a file, without a torn last one; none if there is no file."""
+    """Return the lines of a file; none if there is no file. What is no line is left out, and counted."""
     if not file.is_file():
         return []
-    *whole, torn = file.read_text(encoding="utf-8").split("\n")
-    lines = [Line.parse(each) for each in whole if each.strip()]
-    if torn.strip():
-        with contextlib.suppress(ValueError):
-            lines.append(Line.parse(torn))
+    lines, strange = list[Line](), list[int]()
+    for number, text in enumerate(file.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+        if text.strip():
+            try:
+                lines.append(Line.parse(text))
+            except ValueError:
+                strange.append(number)
+    if strange:
+        shown = ", ".join(map(str, strange[:5])) + (", ..." if len(strange) > 5 else "")
+        print(f"gpu: {file} holds no result in line {shown}: left out", file=sys.stderr)
     return lines
 
 
 def newest(lines: Iterable[Line]) -> list[Line]:
-    """Return the newest line of each row, in the table's order; a row that ran counts as it ran."""
+    """Return the newest line of each row, in the table's order; one that has shown something comes first."""
     found: dict[str, Line] = {}
     for line in lines:
         before = found.get(line.name)
-        if before is None or line.outcome != "not run" or before.outcome == "not run":
+        if before is None or line.outcome not in NOT_BEGUN or before.outcome in NOT_BEGUN:
             found[line.name] = line
     return sorted(found.values(), key=lambda line: line.number)

@@ -19,14 +19,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpu_outcome import Line, Row
+from gpu_outcome import STOPPED, Line, Row
 
 __all__ = ["Processes", "available_memory"]
 
 _HERE = Path(__file__).resolve().parent
 _LOOK = 0.05  # seconds between two looks at a row
+_IMPORTS = 90.0  # seconds in which a process imports torch, also from a cold disk
 _ENDS = 10.0  # seconds in which the system ends a process that is killed
 _LEAST_AVAILABLE = 1 << 30  # bytes of the host's memory that a row has to leave
+_TAIL = 1 << 16  # bytes of a log in which these lines are looked for
 _SHOWN = 12  # lines of its log that a row shows that did not go well
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -69,6 +71,7 @@ class Processes:
     def run(self, number: int, row: Row, device: str | None, *, is_last: bool = False) -> Line:
         """Run a row, and return what became of it; commit and date are left out."""
         process, results = self._take()
+        self._await_ready(process, results)
         if not is_last:
             self._prepare()
         began = time.monotonic()
@@ -92,6 +95,14 @@ class Processes:
         process, self._standby = self._standby, None
         assert process is not None
         return process, self._logs / f"{self._number:03d}.json"
+
+    def _await_ready(self, process: subprocess.Popen[str], results: Path) -> None:
+        """Return once a process has imported what rows need, or will not: that is not the row's time."""
+        until = time.monotonic() + _IMPORTS
+        while process.poll() is None and not self._is_asked_to_stop() and time.monotonic() < until:
+            if _read(results):
+                return
+            time.sleep(_LOOK)
 
     def _prepare(self) -> None:
         """Start the process of the next row."""
@@ -134,7 +145,7 @@ def _line(number: int, row: Row, told: list[dict[str, Any]], killed: str, code: 
     """Return a row's line from what it wrote, and how its process ended."""
     ended = next((each for each in told if "outcome" in each), None)
     reasons = {
-        "not run": "stopped by a signal",
+        "not run": STOPPED,
         "hung": f"killed after its budget of {row.seconds:g} s",
         "no memory": "killed, as it took too much of the host's memory",
     }
@@ -143,7 +154,8 @@ def _line(number: int, row: Row, told: list[dict[str, Any]], killed: str, code: 
     elif killed:
         outcome, reason = killed, reasons[killed]
     elif code is not None and code < 0:
-        outcome, reason = "failed", f"its process was ended by {signal.Signals(-code).name}"
+        known = {each.value: each.name for each in signal.Signals}
+        outcome, reason = "failed", f"its process was ended by {known.get(-code, f'signal {-code}')}"
     else:
         outcome, reason = "failed", f"its process ended with exit code {code} before it had a result"
     return Line(
@@ -165,15 +177,19 @@ def _read(results: Path) -> list[dict[str, Any]]:
     with contextlib.suppress(FileNotFoundError):
         for text in results.read_text(encoding="utf-8").splitlines():
             with contextlib.suppress(ValueError):
-                told.append(json.loads(text))
+                each = json.loads(text)
+                told += [each] if isinstance(each, dict) else []
     return told
 
 
 def _tail(log: Path) -> tuple[str, ...]:
     """Return the last lines of a log, without the paths of this machine."""
-    text = log.read_text(encoding="utf-8", errors="replace").strip()
-    for folder in (f"{_HERE.parent}/", f"{sys.prefix}/", f"{sys.base_prefix}/", f"{Path.home()}/"):
-        text = text.replace(folder, "")
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _TAIL))
+        text = file.read().decode("utf-8", errors="replace").strip()
+    home = os.path.expanduser("~")
+    for folder in (str(_HERE.parent), sys.prefix, sys.base_prefix, *([home] if len(home) > 1 else [])):
+        text = text.replace(f"{folder}/", "")
     return tuple(line[:300] for line in text.splitlines()[-_SHOWN:])
 
 

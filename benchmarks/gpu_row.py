@@ -1,17 +1,19 @@
 """One row of the acceptance run, as a process: `python gpu_row.py RESULTS`, with the row on standard input.
 
-It imports what rows need while the row before it still runs, and begins once the row comes. So what a row
-takes counts from there. RESULTS gets one JSON object a line, flushed as it comes: the machine, each finding,
-and how the row ended. Whoever reads them sees what was found before a row hung.
+It imports what rows need while the row before it still runs, and begins once the row comes: what a row takes
+counts from there. RESULTS gets one JSON object a line, flushed as it comes: that it is ready, the machine,
+each finding, and how the row ended. Whoever reads them sees what was found before a row hung.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import os
 import platform
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -20,6 +22,7 @@ from typing import Any
 
 from gpu_outcome import Found, Lacking, Short
 
+_PR_SET_PDEATHSIG = 1
 _DEEPEST = 3  # frames of a traceback that a reason names
 
 
@@ -27,16 +30,18 @@ def main(results: Path) -> int:
     """Wait for the row, run it, and write what it found."""
     with contextlib.suppress(OSError):  # if memory runs out, the system ends this process first
         Path("/proc/self/oom_score_adj").write_text("1000")
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # whoever limits it is gone
     _import_early()
-    row = json.loads(sys.stdin.readline() or "null")
-    if row is None:  # there was no row left
-        return 0
     with results.open("a", encoding="utf-8") as file:
 
         def tell(**content: Any) -> None:
             file.write(json.dumps(content) + "\n")
             file.flush()
 
+        tell(ready=True)
+        row = json.loads(sys.stdin.readline() or "null")
+        if row is None:  # there was no row left
+            return 0
         tell(**_ended(row, tell))
     with contextlib.suppress(OSError):  # whoever reads is gone
         sys.stdout.flush()

@@ -1,6 +1,6 @@
 """The rows of the acceptance run, the most valuable first, each with its budget in seconds.
 
-Names have no commas, since `--only` separates them by commas.
+Names are words with hyphens, which `--only` takes without quotes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MORE = (
 
 
 def _check(kind: str, name: str, seconds: float, subject: str = "Checks") -> Row:
-    return Row(name.replace("_", " "), subject, seconds, f"gpu_checks_{kind}:check_{name}")
+    return Row(name.replace("_", "-"), subject, seconds, f"gpu_checks_{kind}:check_{name}")
 
 
 def _step(
@@ -46,7 +46,7 @@ def _step(
 ) -> Row:
     shape = {"model": model, "layers": layers, "length": length, "samples": samples}
     arguments = {**shape, "compile": compile, "plan": plan, "least_rate": least_rate}
-    name = " ".join(filter(None, (_shape(model, layers, length, samples), compile, plan)))
+    name = "-".join(filter(None, (_shape(model, layers, length, samples), compile, plan)))
     return Row(name, "Steps", seconds, "gpu_steps:step", arguments, needs)
 
 
@@ -61,19 +61,19 @@ def _beside(
     most_ms: float = 0.0,
 ) -> Row:
     shape = {"model": model, "layers": layers, "length": length, "samples": samples}
-    name = f"{_shape(model, layers, length, samples)} and plain torch"
+    name = f"{_shape(model, layers, length, samples)}-and-plain-torch"
     arguments = {**shape, "least_rate": least_rate, "most_ms": most_ms}
     return Row(name, "Steps", seconds, "gpu_steps:beside_plain_torch", arguments)
 
 
 def _recompute(compile: str, *, seconds: float) -> Row:
     arguments = {"model": "350m", "length": 2048, "samples": 8, "compile": compile}
-    name = f"350m 2048 x 8 recompute {compile}"
+    name = f"350m-2048x8-recompute-{compile}"
     return Row(name, "Steps", seconds, "gpu_steps:recompute_in_order", arguments)
 
 
 def _shape(model: str, layers: int | None, length: int, samples: int) -> str:
-    return f"{model}{'' if layers is None else f' of {layers} layers'} {length} x {samples}"
+    return f"{model}{'' if layers is None else f'-of-{layers}-layers'}-{length}x{samples}"
 
 
 ROWS = (
@@ -93,9 +93,9 @@ ROWS = (
         )
     ),
     Row("tests", "Trainings", 90, "gpu_training:tests", {"files": _TESTED}, needs=("pytest", "hypothesis")),
-    Row("save and resume eager", "Trainings", 60, "gpu_training:save_and_resume", {"compile": "none"}),
-    Row("save and resume compiled", "Trainings", 90, "gpu_training:save_and_resume", {"compile": "blocks"}),
-    Row("shoal train", "Trainings", 75, "gpu_training:command"),
+    Row("save-and-resume-eager", "Trainings", 60, "gpu_training:save_and_resume", {"compile": "none"}),
+    Row("save-and-resume-compiled", "Trainings", 90, "gpu_training:save_and_resume", {"compile": "blocks"}),
+    Row("shoal-train", "Trainings", 75, "gpu_training:command"),
     *(
         _check("groups", name, seconds, _SHARED)
         for name, seconds in (
@@ -108,7 +108,7 @@ ROWS = (
         )
     ),
     *(
-        Row(f"check {plan.replace(',', ' ')}", _SHARED, 40, "gpu_training:check_plan", {"plan": plan})
+        Row(f"check-{plan.replace(',', '-')}", _SHARED, 40, "gpu_training:check_plan", {"plan": plan})
         for plan in ("dp=2,shard=zero1", "dp=2,shard=zero3", "tp=2,tensor=async", "cp=2", "pp=2")
     ),
     Row("probe", "Steps", 75, "gpu_training:probe"),
@@ -120,7 +120,7 @@ ROWS = (
     _recompute("none", seconds=60),
     _recompute("blocks", seconds=120),
     *(
-        Row(f"parts of {model} {compile}", "Parts of a step", 75, "gpu_steps:parts_of_a_step", arguments)
+        Row(f"parts-of-{model}-{compile}", "Parts of a step", 75, "gpu_steps:parts_of_a_step", arguments)
         for model, length, samples in (("125m", 1024, 1), ("1b", 2048, 8))
         for compile in ("none", "blocks")
         for arguments in [{"model": model, "length": length, "samples": samples, "compile": compile}]
@@ -148,13 +148,13 @@ ROWS = (
             ("a_planned_change_leaves_nothing_on_the_device", 45),
         )
     ),
-    Row("dropout recompute=full compiled", "More trainings", 90, "gpu_training:dropout_compiled"),
-    Row("experts in bf16", "More trainings", 45, "gpu_training:experts"),
-    Row("offload to the host", "More trainings", 60, "gpu_training:offload"),
+    Row("dropout-recompute=full-compiled", "More trainings", 90, "gpu_training:dropout_compiled"),
+    Row("experts-in-bf16", "More trainings", 45, "gpu_training:experts"),
+    Row("offload-to-the-host", "More trainings", 60, "gpu_training:offload"),
     _step("llama3-8b", 4, 4096, 2, "blocks", "precision=fp8", seconds=120, needs=("torchao",)),
     *(_step(*shape, seconds=60) for shape in _MORE),
     Row(
-        "24 Plans of 4 ranks",
+        "24-Plans-of-4-ranks",
         _SHARED,
         240,
         "gpu_training:check_plans",

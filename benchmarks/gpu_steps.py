@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -25,10 +26,7 @@ from shoal.simulate import measured_timeline, played_seconds
 from shoal.timeline import explain
 from shoal.workload import Workload, transformer_shape, workload_of
 
-__all__ = ["beside_plain_torch", "parts_of_a_step", "recompute_in_order", "step"]
-
-PROBED = "gpu_probed.toml"
-"""In the folder that `GPU_FOLDER` names: the cluster that the row of the probe wrote."""
+__all__ = ["beside_plain_torch", "parts_of_a_step", "probed_file", "profiled", "recompute_in_order", "step"]
 
 _ROUNDS, _STEPS = 5, 4
 _OF_TIME, _OF_MEMORY = 0.10, 0.05  # errors of predictions that are on target
@@ -239,10 +237,17 @@ def _clusters(device: torch.device) -> Mapping[str, Cluster]:
     if device.type == "cuda":
         with contextlib.suppress(ClusterError):  # no preset describes the device
             found["preset"] = Cluster.assemble(torch.cuda.get_device_name(device), 1, None, None)
-    probed = Path(os.environ.get("GPU_FOLDER", ".")) / PROBED
+    probed = probed_file(device)
     if probed.is_file():
         found["probe"] = Cluster.read(probed)
     return found
+
+
+def probed_file(device: torch.device) -> Path:
+    """Return where the row of the probe leaves what it measured of this device."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    word = re.sub(r"[^a-z0-9]+", "-", name.lower())
+    return Path(os.environ.get("GPU_FOLDER", ".")) / f"gpu_probed_{word}.toml"
 
 
 def _workload(shape: Shape, cluster: Cluster | None) -> Workload:

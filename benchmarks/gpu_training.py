@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 from gpu_outcome import Found, Lacking, Short
 from gpu_peers import Shape, shoal_trainer
-from gpu_steps import PROBED
+from gpu_sources import CORE_FAILURE
+from gpu_steps import probed_file
 
 from shoal.collectives import is_built
 from shoal.models import Transformer, preset
@@ -106,6 +107,10 @@ def command(device: torch.device) -> Iterator[Found]:
             metrics = run / "metrics.jsonl"
             while training.poll() is None and _last_step(metrics) < stop_at:
                 time.sleep(0.05)
+            ended = training.poll()
+            assert ended is None, (
+                f"it ended with {ended} at step {_last_step(metrics)}, before it was to stop"
+            )
             training.send_signal(signal.SIGTERM)
             code = training.wait()
         assert code == EXIT_STOPPED, f"it ended with {code} after SIGTERM, wanted {EXIT_STOPPED}"
@@ -179,7 +184,8 @@ def offload(device: torch.device) -> Iterator[Found]:
 
 def probe(device: torch.device) -> Iterator[Found]:
     """`shoal probe --quick` of this machine; rows after it compare with its predictions."""
-    file = Path(os.environ["GPU_FOLDER"]) / PROBED
+    file = probed_file(device)
+    file.unlink(missing_ok=True)
     backend = [] if device.type == "cuda" else ["--backend", "gloo"]
     printed = _tee(["probe", "--ranks", "1", "--quick", *backend, "--out", str(file)])
     warned = [line for line in printed if "warning" in line.lower()]
@@ -268,7 +274,8 @@ def _small_trainer(
 
 def _require_core() -> None:
     if not is_built():
-        raise Lacking("the native core is not built, so ranks cannot share the GPU")
+        why = os.environ.get(CORE_FAILURE, "the native core is not built")
+        raise Lacking(f"ranks cannot share the GPU: {why}")
 
 
 def _require_same(given: Sequence[float], wanted: Sequence[float], tolerance: float = _TOLERANCE) -> None:

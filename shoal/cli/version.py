@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.release import release
+
 __all__ = ["PrintVersion"]
 
 
@@ -18,9 +20,7 @@ class PrintVersion(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
         """Print and exit, as argparse calls it."""
-        from importlib.metadata import version
-
-        print(f"shoal {version('shoal')}\n{_core()}")
+        print(f"shoal {release()}\n{_core()}")
         parser.exit()
 
 

@@ -15,7 +15,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import final
 
@@ -29,6 +28,7 @@ from shoal.launch.messages import NOW, Here, Task, from_line, to_line
 from shoal.launch.node import Node
 from shoal.launch.nursery import open_nursery
 from shoal.launch.output import pass_on
+from shoal.release import release
 
 __all__ = ["ALONE", "main", "open_store", "own_address", "ranks_here"]
 
@@ -55,7 +55,7 @@ def main() -> int:
             address, ranks = task.address or own_address(), task.ranks or ranks_here()
             store = open_store(address, task.port) if task.opens_store else None
             port = 0 if store is None else store.port
-            _tell(task, Here(version=version("shoal"), ranks=ranks, address=address, port=port))
+            _tell(task, Here(version=release(), ranks=ranks, address=address, port=port))
             node = from_line(task.token, messages.next(_SILENT))
             if not isinstance(node, Node):  # the fleet does without this machine
                 return 0

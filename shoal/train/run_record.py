@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, final
 
@@ -22,6 +21,7 @@ from shoal.models import Transformer
 from shoal.parallel import Parallel
 from shoal.plan import Plan
 from shoal.record import ClockExchange, MetricsWriter, Recorder, exchange_clocks, open_recorder
+from shoal.release import release
 from shoal.run import Decision, Run, write_decision
 from shoal.run.alive import AliveLock
 from shoal.train.step_memory import MemoryRecord
@@ -39,7 +39,7 @@ def describe_device(device: torch.device, plan: Plan) -> dict[str, Any]:
 
 def describe_versions() -> dict[str, str]:
     """Return the versions in run.json that a run was made with."""
-    return {"shoal": version("shoal"), "torch": torch.__version__, "python": platform.python_version()}
+    return {"shoal": release(), "torch": torch.__version__, "python": platform.python_version()}
 
 
 @final

@@ -1,5 +1,6 @@
 """The acceptance run of a GPU: its control flow with stand-ins of rows, its page, and rows tried on a CPU."""
 
+import dataclasses
 import json
 import os
 import re
@@ -63,21 +64,21 @@ def test_each_failure_costs_its_own_row_alone(simulated):
         "short": "short",
         "raises": "failed",
         "hangs": "hung",
-        "takes all": "no memory",
-        "device memory": "no memory",
+        "takes-all": "no memory",
+        "device-memory": "no memory",
         "killed": "failed",
         "exits": "failed",
         "leaves": "right",
         "lacks": "lacking",
-        "an extra": "lacking",
-        "too long": "not run",
-        "after all": "right",
+        "an-extra": "lacking",
+        "too-long": "not run",
+        "after-all": "right",
     }
     assert set(outcomes.values()) == set(OUTCOMES)
     assert "given 3, wanted 4" in lines["wrong"].reason
     assert "SIGSEGV" in lines["killed"].reason
     assert "exit code 3" in lines["exits"].reason
-    assert "no_such_package" in lines["an extra"].reason
+    assert "no_such_package" in lines["an-extra"].reason
 
 
 def test_what_a_row_found_before_it_failed_is_kept(simulated):
@@ -106,12 +107,12 @@ def test_the_page_tells_the_worst_first_and_how_to_go_on(simulated):
     _, output, errors, _, folder = simulated
     assert (folder / "gpu.md").read_text("utf-8") == output.removesuffix("\n")
     first = output.partition("## Stand-ins")[0]
-    shown = re.findall(r"^\| ([a-z ]+) \| [\w ]+ \| .+ \|$", first, re.MULTILINE)
+    shown = re.findall(r"^\| ([a-z ]+) \| [\w-]+ \| .+ \|$", first, re.MULTILINE)
     order = list(OUTCOMES)
     assert shown[0] == "outcome"
     assert shown[1:] == sorted(shown[1:], key=order.index)
     assert len(shown) == 1 + 11
-    assert 'make gpu ARGS="--only too long"' in errors
+    assert f"ARGS='--only too-long --simulated --out {folder}'" in errors
 
 
 def test_paths_of_the_machine_are_in_no_page(simulated):
@@ -132,7 +133,8 @@ def test_lines_are_there_when_a_row_ends_and_a_signal_ends_all_rows(tmp_path):
     assert {line.outcome for line in lines} == {"not run"}
     assert "stopped by a signal" in lines[0].reason
     assert not is_running(child)
-    assert "rows were not run" in errors
+    assert "10 rows were not run" in errors
+    assert process.returncode == 1
 
 
 def test_another_call_goes_on_and_the_page_has_both(tmp_path):
@@ -156,7 +158,10 @@ def test_rows_that_do_not_fit_into_the_time_are_not_begun(tmp_path):
     [
         (("--from", 99), "rows have the numbers 1 to"),
         (("--only", "nonsense"), "there is no row or section nonsense"),
+        (("--only", "right", "--from", 2), "names no row from number 2 on"),
+        (("--only", " , "), "names no row"),
         (("--minutes", 0), "give a time above 0"),
+        (("--minutes", "nan"), "give a time above 0"),
     ],
 )
 def test_wrong_input_is_refused_before_anything_runs(tmp_path, arguments, text):
@@ -183,24 +188,85 @@ def test_a_package_that_every_row_needs_is_named(tmp_path):
     assert "has no torch" in done.stderr
 
 
-def line(name, outcome, number=1, commit="abc", date="2026-01-02T03:04:05+00:00"):
+def line(name, outcome, number=1, commit="abc", date="2026-01-02T03:04:05+00:00", machine="a GPU"):
     told = {"number": number, "name": name, "subject": "S", "outcome": outcome, "seconds": 1.0, "budget": 9.0}
-    return Line(**told, commit=commit, date=date, machine="a GPU")
+    return Line(**told, commit=commit, date=date, machine=machine)
 
 
 def test_a_torn_last_line_is_left_out_and_the_newest_line_of_a_row_counts(tmp_path):
     file = tmp_path / "gpu.jsonl"
     lines = [line("a", "failed"), line("b", "wrong", 2), line("a", "right"), line("b", "not run", 2)]
     file.write_text("".join(each.json() + "\n" for each in lines) + lines[0].json()[:40], "utf-8")
-    found = newest(read_lines(file))
+    found = newest([*read_lines(file), line("a", "lacking")])
     assert [(each.name, each.outcome) for each in found] == [("a", "right"), ("b", "wrong")]
+
+
+def test_a_file_with_strange_lines_takes_the_next_run(tmp_path):
+    file = tmp_path / "gpu.jsonl"
+    good = json.loads(line("a", "right").json())
+    strange = [{**good, "more": 1}, {"number": 1}, {**good, "outcome": "slow"}, {**good, "reason": 3}, [], 5]
+    text = "\n".join(json.dumps(each) for each in (good, *strange)) + "\n<<<<<<< HEAD\n"
+    file.write_bytes(text.encode() + b"\xff\xfe\n" + json.dumps(good)[:30].encode())
+    code, _, errors = run("--simulated", "--out", tmp_path, "--only", "right")
+    assert code == 0
+    assert [each.name for each in read_lines(file)] == ["a", "right"]
+    assert "holds no result in line 2, 3, 4, 5, 6, ..." in errors
+    assert "2 rows: 2 right" in (tmp_path / "gpu.md").read_text("utf-8")
+
+
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
+    with started("--simulated", "--out", tmp_path, "--only", "hangs") as first:
+        until = time.monotonic() + 60
+        while not (tmp_path / "gpu.jsonl").exists() and time.monotonic() < until:
+            time.sleep(0.02)
+        code, _, errors = run("--simulated", "--out", tmp_path, "--only", "right")
+        first.communicate(timeout=60)
+    assert code == 2
+    assert "another run writes" in errors
+
+
+def test_a_terminal_that_is_closed_ends_nothing(tmp_path):
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--simulated", "--out", str(tmp_path)]
+    command += ["--from", "5", "--only", "hangs,right,after-all"]
+
+    def ignore():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+
+    read, write = os.pipe()
+    os.close(read)
+    options = {"stdout": write, "stderr": write, "preexec_fn": ignore}  # nobody reads
+    with subprocess.Popen(command, **options) as process:
+        until = time.monotonic() + 60
+        while not (tmp_path / "gpu.jsonl").exists() and time.monotonic() < until:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGHUP)
+        process.wait(timeout=60)
+    os.close(write)
+    assert [each.outcome for each in read_lines(tmp_path / "gpu.jsonl")] == ["hung", "right"]
 
 
 def test_the_status_says_what_ran_when_and_where():
     assert status([]) == NOT_YET
     told = status([line("a", "right"), line("b", "wrong", 2, commit="old", date="2025-01-01T00:00:00+00:00")])
     assert told.startswith("Run on 2026-01-02 on a GPU, at commit abc. 2 rows: 1 right, 1 wrong.")
-    assert "older, from old" in told
+    assert told.endswith("Of these 1 row is of another commit or machine: a GPU, at commit old.")
+    assert status([line("a", "not run"), line("b", "lacking", 2)]) == NOT_YET
+
+
+def test_rows_of_another_machine_say_so():
+    lines = [
+        line("a", "right"),
+        line("b", "right", 2, machine="another GPU", date="2025-01-01T00:00:00+00:00"),
+    ]
+    text = page(lines)
+    assert "Run on 2026-01-02 on a GPU" in text
+    assert "1 row is of another commit or machine: another GPU, at commit abc." in text
+    assert re.search(r"^\| 2 \| b \|.*on another GPU, at commit abc \|$", text, re.MULTILINE)
+
+
+def test_markup_and_control_characters_in_a_reason_change_no_page():
+    text = page([dataclasses.replace(line("a", "wrong"), reason="List<float> a|b `c` *d*\n\x1b[31m")])
+    assert r"| wrong | a | List\<float\> a\|b \`c\` \*d\* ?\[31m |" in text
 
 
 def test_the_committed_page_is_that_of_the_committed_lines():
@@ -216,11 +282,11 @@ def test_every_row_has_a_function_and_a_budget_that_fits():
         assert f"def {function}(" in source
         assert json.loads(json.dumps(dict(row.arguments))) is not None
         assert row.seconds > 0
-        assert not set(',"|') & set(row.name)
+        assert re.fullmatch(r"[\w=.-]+", row.name)
 
 
 def test_a_trial_on_the_cpu_runs_rows_of_steps(tmp_path):
-    names = "125m 1024 x 1 and plain torch,parts of 125m none"
+    names = "125m-1024x1-and-plain-torch,parts-of-125m-none"
     code, output, errors = run("--device", "cpu", "--out", tmp_path, "--only", names)
     assert code == 0, errors
     assert "a trial of the program, no measurement" in output
