@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from gpu_outcome import Short
 
 from shoal.checkpoint import Piece, SingleProcess, Staging, load, save
 from shoal.collectives.bounce_buffers import BounceBuffers
@@ -86,7 +87,7 @@ print(reason or "locked all the same (this user may)")
 """
 
 
-def check_locking_beside_training(device: torch.device) -> str:
+def check_locking_beside_training(device: torch.device) -> Iterator[str]:
     """Page-locking 4 GiB in a thread barely delays a training that launches kernels meanwhile."""
     nbytes = 4 * _GIB if device.type == "cuda" else 1 << 28
     value = torch.zeros(1 << 20, device=device)
@@ -113,14 +114,14 @@ def check_locking_beside_training(device: torch.device) -> str:
     beside = longest_step(thread.is_alive)
     staging.release()
     assert returned < 0.5, f"to begin took {returned:.2f} s; wanted: under 0.5"
-    if device.type == "cuda":
-        slowed = (beside[2] / max(beside[0], 1)) / (alone[2] / alone[0])
-        assert slowed < 3, f"100 kernels took {slowed:.1f} times as long beside the lock; wanted: under 3"
-    return (
+    yield (
         f"{nbytes / _GIB:.2f} GiB touched and locked in {beside[2]:.2f} s; the call took "
         f"{1e3 * returned:.1f} ms; 100 kernels beside it took {_ms(beside)}, at most {1e3 * beside[1]:.1f}, "
         f"alone {_ms(alone)}, at most {1e3 * alone[1]:.1f}"
     )
+    slowed = (beside[2] / max(beside[0], 1)) / (alone[2] / alone[0])
+    if device.type == "cuda" and slowed > 3:
+        raise Short(f"100 kernels took {slowed:.1f} times as long beside the lock, target 3")
 
 
 def check_pinned_size(device: torch.device) -> str:

@@ -60,7 +60,7 @@ def save_and_resume(device: torch.device, compile: str) -> Iterator[Found]:
                 if is_watched:
                     torch.cuda.set_sync_debug_mode("default")
             for each in caught:
-                if "synchroniz" in str(each.message):
+                if "called a synchronizing CUDA operation" in str(each.message):
                     place = f"{Path(each.filename).name}:{each.lineno}"
                     waits[place] = waits.get(place, 0) + 1
             if number == _SAVED:
