@@ -19,6 +19,7 @@ written from the lines that are there, the worst finding first.
     --simulated      try this program without a GPU: rows that fail, hang, and take all memory
     --device cpu     run the rows on the CPU with small shapes, to try them; their figures mean nothing
 
+Where there is no git, COMMIT in the environment names the commit; a hash of the sources is told in any case.
 Exit codes: 0 the rows that were run are right; 1 not all of them, or a signal came; 2 it cannot run.
 """
 
