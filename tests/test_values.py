@@ -195,6 +195,7 @@ UNPICKLED = {
     "data/workers.py": "pipes to this process's own children",
     "hang/flight_recorder.py": "dumps of torch's flight recorder: plain containers alone",
     "planner/helper.py": "a pipe to this process's own child",
+    "train/automatic.py": "pipes to and from this process's own child",
     "collectives/device_memory.py": "CUDA's handles, among ranks on one host, which share memory anyway",
 }
 """The files that may unpickle, and where the bytes come from."""

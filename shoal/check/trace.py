@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.models import Mixture
+from shoal.models.expert_products import Runs
 from shoal.models.transformer import Rotary
 
 __all__ = ["Forward", "Note", "Place", "RankTrace", "Trace", "joined"]
@@ -118,10 +119,10 @@ class Trace:
         return hook
 
     def _choices_of(self, name: str, exchange: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def noted(hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        def noted(hidden: Tensor, chosen: Tensor, runs: Runs, shares: Tensor) -> Tensor:
             if self._current is not None:
                 self._note((name, "choices"), chosen.sort(-1).values)
-            return exchange(hidden, chosen, shares)
+            return exchange(hidden, chosen, runs, shares)
 
         return noted
 

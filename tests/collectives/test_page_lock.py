@@ -23,7 +23,7 @@ from shoal.plan import GRANULE
 
 PACKAGE = Path(shoal.__file__).parent
 
-OF_TORCH = {"train/inputs.py", "train/result.py"}
+OF_TORCH = {"models/expert_products.py", "train/inputs.py", "train/result.py"}
 """Files that may use torch's own page-locked memory: small tensors that come and go in each step."""
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import weakref
 
 import torch
+from torch.distributed import HashStore
 
 from shoal.errors import CommunicationError
+from shoal.launch import Membership
 from shoal.train.elastic import _leave
 
 
@@ -50,6 +52,7 @@ def broken_backward():
 
 def test_nothing_of_a_broken_backward_is_kept_but_the_text_of_its_errors():
     failure, *held = broken_backward()
-    _leave(failure)
+    membership = Membership(0, HashStore, -1, lambda: None)
+    _leave(failure, membership)
     assert [each() for each in held] == [None, None]
     assert "called_in_backward" in "".join(failure.__cause__.__notes__)
