@@ -159,6 +159,39 @@ def check_full_recompute_is_compiled(device: torch.device) -> str:
     return f"full recompute: 12 unlike blocks, 12 + 12 graphs; 6 blocks with dropout, graphs: {numbers[0]}"
 
 
+def check_recompute_draws_the_same(device: torch.device) -> str:
+    """Recomputing draws the random numbers of the forward again, and the host does not wait for that."""
+    model = _transformer(device, dropout=0.0)
+    tokens = torch.arange(256, device=device).view(2, 128)
+    for block in model.blocks:
+        block.attention.register_forward_hook(lambda module, arguments, output: F.dropout(output, 0.3))
+
+    def gradients() -> list[Tensor]:
+        torch.manual_seed(0)
+        return list(torch.autograd.grad(model(tokens).square().sum(), list(model.parameters())))
+
+    expected = gradients()
+    compiled.compile_blocks(list(model.blocks), "full", device=device)
+    found = gradients()
+    finish(device)
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        gradients()
+    except RuntimeError as error:
+        raise AssertionError(f"recomputing waited for the device: {error}") from error
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    # Sums of the embedding's gradient have no fixed order on a GPU.
+    error = max(
+        float((one - other).abs().max() / other.abs().max())
+        for one, other in zip(found, expected, strict=True)
+    )
+    assert error < 1e-4, f"recomputed gradients differ by {error:.1e} of the largest, wanted 1e-4"
+    return f"recompute with a hook that drops: gradients differ by {error:.1e}, no wait"
+
+
 def check_grouped_products(device: torch.device) -> str:
     """Grouped products are right where experts have no rows, and where no expert has any."""
     width, generator = (1024, 4096) if device.type == "cuda" else (32, 64), torch.Generator().manual_seed(0)
