@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from shoal.models.autocast import autocast_dtype
 from shoal.models.documents import Documents
 
 __all__ = ["causal_attention"]
@@ -55,8 +56,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> T
     """Compute attention by a mask, or causal attention without one."""
     # A compiled graph may have sizes of any value, and the answer is for these ones.
     heads, kv_heads, head_dim = map(operator.index, (query.shape[1], key.shape[1], query.shape[3]))
-    kind = query.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    dtype = autocast_dtype(query) or query.dtype
     shares = heads != kv_heads
     if shares and not _kernel_shares_keys(query.device, dtype, heads, kv_heads, head_dim, mask is not None):
         key, value = (_repeat(each, heads // kv_heads) for each in (key, value))

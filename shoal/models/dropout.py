@@ -16,8 +16,9 @@ Keys are given with the call, not kept between calls, so that a forward that is 
 from __future__ import annotations
 
 import hashlib
-from typing import Any, Final
+from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -60,19 +61,9 @@ class Dropout(nn.Module):
     def name(self, name: str) -> None:
         self._name = name
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-        salt = int.from_bytes(digest, "little", signed=True)
-        # A tensor, because each number would be compiled into a graph of its own; no buffer, because
-        # materialising a model would lose its value; on a CPU, because every device takes it from there as
-        # an argument of the kernel, without a copy to wait for.
-        self._salt = torch.tensor(salt, dtype=torch.int64, device="cpu")
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what copies are made of: the salt follows from the name, wherever the copy is made."""
-        return {name: value for name, value in vars(self).items() if name != "_salt"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.name = state["_name"]
+        # An array, which torch.compile takes as an argument on a CPU: each number would be compiled into a graph
+        # of its own. A tensor would lose its value where the model is materialised, or made among fake ones.
+        self._salt = np.array(int.from_bytes(digest, "little", signed=True))
 
     def forward(self, hidden: Tensor, keys: Tensor | None = None) -> Tensor:
         """Drop elements of `hidden`.
@@ -108,7 +99,9 @@ class Dropout(nn.Module):
 
     def _dropped(self, keys: Tensor, channels: int) -> Tensor:
         """Return the mask `[batch, seq, channels]`, true where an element is dropped."""
-        channel = mix(torch.arange(channels, device=keys.device) * STRIDE + self._salt)
+        is_compiled = torch.compiler.is_dynamo_compiling()
+        salt = torch.from_numpy(self._salt) if is_compiled else int(self._salt)
+        channel = mix(torch.arange(channels, device=keys.device) * STRIDE + salt)
         # Products are uniform over all signed numbers: a share p of them is below this.
         bound = -(2**63) + int(self.p * 2**64)
         return (keys | 1).unsqueeze(-1) * channel < bound
