@@ -16,11 +16,11 @@ Keys are given with the call, not kept between calls, so that a forward that is 
 from __future__ import annotations
 
 import hashlib
-from typing import Final
+from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shoal.errors import ModelError
 
@@ -61,9 +61,20 @@ class Dropout(nn.Module):
     def name(self, name: str) -> None:
         self._name = name
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-        # An array, which torch.compile takes as an argument on a CPU: each number would be compiled into a graph
-        # of its own. A tensor would lose its value where the model is materialised, or made among fake ones.
-        self._salt = np.array(int.from_bytes(digest, "little", signed=True))
+        self._salt = int.from_bytes(digest, "little", signed=True)
+        # For graphs, because each number would be compiled into one of its own. No buffer, because
+        # materialising a model would lose its value. On a CPU, because every device takes it from there as an
+        # argument of the kernel, without a copy to wait for. With a value, also where tensors are fakes.
+        with _disable_current_modes():
+            self._graph_salt = torch.tensor(self._salt, dtype=torch.int64, device="cpu")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies are made of: the tensor follows from the name, wherever the copy is made."""
+        return {name: value for name, value in vars(self).items() if name != "_graph_salt"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.name = state["_name"]
 
     def forward(self, hidden: Tensor, keys: Tensor | None = None) -> Tensor:
         """Drop elements of `hidden`.
@@ -99,8 +110,7 @@ class Dropout(nn.Module):
 
     def _dropped(self, keys: Tensor, channels: int) -> Tensor:
         """Return the mask `[batch, seq, channels]`, true where an element is dropped."""
-        is_compiled = torch.compiler.is_dynamo_compiling()
-        salt = torch.from_numpy(self._salt) if is_compiled else int(self._salt)
+        salt = self._graph_salt if torch.compiler.is_dynamo_compiling() else self._salt
         channel = mix(torch.arange(channels, device=keys.device) * STRIDE + salt)
         # Products are uniform over all signed numbers: a share p of them is below this.
         bound = -(2**63) + int(self.p * 2**64)
