@@ -90,7 +90,7 @@ def check_norm_and_clip(device: torch.device) -> str:
 
 
 def check_gradients_are_moved_together(device: torch.device) -> str:
-    """Small gradients move into a bucket's sum by a few launches."""
+    """Small gradients of two micro-batches move into a bucket's sum by a few launches."""
     extra = {}
     for layers in (10, 100):
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers)))
@@ -99,12 +99,15 @@ def check_gradients_are_moved_together(device: torch.device) -> str:
         values = torch.ones(2, 64, device=device)
 
         def own(parallel: Any = parallel, values: Tensor = values) -> None:
+            with parallel.accumulate():
+                parallel(values).sum().backward()
             parallel(values).sum().backward()
             parallel.zero_grad()
 
         def plain(alone: Any = alone, values: Tensor = values) -> None:
-            alone(values.bfloat16()).sum().backward()
-            alone.zero_grad()
+            for _ in range(2):
+                alone(values.bfloat16()).sum().backward()
+                alone.zero_grad()
 
         extra[2 * layers] = _launches(own, device) - _launches(plain, device)
     few, many = extra.values()
