@@ -90,7 +90,7 @@ def check_norm_and_clip(device: torch.device) -> str:
 
 
 def check_gradients_are_moved_together(device: torch.device) -> str:
-    """Small gradients move into a bucket's sum by a few launches."""
+    """Small gradients of two micro-batches move into a bucket's sum by a few launches."""
     extra = {}
     for layers in (10, 100):
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(layers)))
@@ -99,12 +99,15 @@ def check_gradients_are_moved_together(device: torch.device) -> str:
         values = torch.ones(2, 64, device=device)
 
         def own(parallel: Any = parallel, values: Tensor = values) -> None:
+            with parallel.accumulate():
+                parallel(values).sum().backward()
             parallel(values).sum().backward()
             parallel.zero_grad()
 
         def plain(alone: Any = alone, values: Tensor = values) -> None:
-            alone(values.bfloat16()).sum().backward()
-            alone.zero_grad()
+            for _ in range(2):
+                alone(values.bfloat16()).sum().backward()
+                alone.zero_grad()
 
         extra[2 * layers] = _launches(own, device) - _launches(plain, device)
     few, many = extra.values()
@@ -157,6 +160,39 @@ def check_full_recompute_is_compiled(device: torch.device) -> str:
         assert numbers[0] <= 2, f"{numbers[0]} graphs of 6 blocks in the first step, wanted 1 or 2"
         assert numbers[1:] == numbers[:1] * 2, f"graphs after each step: {numbers}, wanted no more"
     return f"full recompute: 12 unlike blocks, 12 + 12 graphs; 6 blocks with dropout, graphs: {numbers[0]}"
+
+
+def check_recompute_draws_the_same(device: torch.device) -> str:
+    """Recomputing draws the random numbers of the forward again, and the host does not wait for that."""
+    model = _transformer(device, dropout=0.0)
+    tokens = torch.arange(256, device=device).view(2, 128)
+    for block in model.blocks:
+        block.attention.register_forward_hook(lambda module, arguments, output: F.dropout(output, 0.3))
+
+    def gradients() -> list[Tensor]:
+        torch.manual_seed(0)
+        return list(torch.autograd.grad(model(tokens).square().sum(), list(model.parameters())))
+
+    expected = gradients()
+    compiled.compile_blocks(list(model.blocks), "full", device=device)
+    found = gradients()
+    finish(device)
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        gradients()
+    except RuntimeError as error:
+        raise AssertionError(f"recomputing waited for the device: {error}") from error
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    # Sums of the embedding's gradient have no fixed order on a GPU.
+    error = max(
+        float((one - other).abs().max() / other.abs().max())
+        for one, other in zip(found, expected, strict=True)
+    )
+    assert error < 1e-4, f"recomputed gradients differ by {error:.1e} of the largest, wanted 1e-4"
+    return f"recompute with a hook that drops: gradients differ by {error:.1e}, no wait"
 
 
 def check_grouped_products(device: torch.device) -> str:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from shoal.models.autocast import autocast_dtype
 from shoal.models.documents import Documents
 
 __all__ = ["causal_attention"]
@@ -55,8 +56,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> T
     """Compute attention by a mask, or causal attention without one."""
     # A compiled graph may have sizes of any value, and the answer is for these ones.
     heads, kv_heads, head_dim = map(operator.index, (query.shape[1], key.shape[1], query.shape[3]))
-    kind = query.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    dtype = autocast_dtype(query) or query.dtype
     shares = heads != kv_heads
     if shares and not _kernel_shares_keys(query.device, dtype, heads, kv_heads, head_dim, mask is not None):
         key, value = (_repeat(each, heads // kv_heads) for each in (key, value))
@@ -73,14 +73,37 @@ def _kernel_shares_keys(
     """Return whether queries can share keys without all scores in memory."""
     if device.type != "cuda":  # kernels for CPUs do; other devices only stand in for one, as meta does
         return True
-    return _chosen(device, dtype, heads, kv_heads, head_dim, is_masked) != SDPBackend.MATH
+    asked = (device, dtype, heads, kv_heads, head_dim, is_masked)
+    return _chosen(*asked, _switches()) != SDPBackend.MATH
+
+
+def _switches() -> tuple[bool, ...]:
+    """Return what can be switched for the whole process and changes torch's choice of a kernel.
+
+    Where determinism is switched, torch compiles a graph again. Where kernels are, it runs those that it has:
+    results stay right, and a graph may need the memory of all scores.
+    """
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.mem_efficient_sdp_enabled(),
+        torch.backends.cuda.cudnn_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+    )
 
 
 @lru_cache(maxsize=64)
 def _chosen(
-    device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, is_masked: bool
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    is_masked: bool,
+    switches: tuple[bool, ...],
 ) -> SDPBackend:
-    """Ask torch which kernel it would run, with a backward."""
+    """Ask torch which kernel it would run, with a backward; an answer holds for these `_switches` alone."""
     query, key, value = (
         torch.empty(1, count, _LENGTH, head_dim, dtype=dtype, device=device, requires_grad=True)
         for count in (heads, kv_heads, kv_heads)

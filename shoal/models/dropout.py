@@ -20,6 +20,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shoal.errors import ModelError
 
@@ -60,15 +61,16 @@ class Dropout(nn.Module):
     def name(self, name: str) -> None:
         self._name = name
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
-        salt = int.from_bytes(digest, "little", signed=True)
-        # A tensor, because each number would be compiled into a graph of its own; no buffer, because
-        # materialising a model would lose its value; on a CPU, because every device takes it from there as
-        # an argument of the kernel, without a copy to wait for.
-        self._salt = torch.tensor(salt, dtype=torch.int64, device="cpu")
+        self._salt = int.from_bytes(digest, "little", signed=True)
+        # For graphs, because each number would be compiled into one of its own. No buffer, because
+        # materialising a model would lose its value. On a CPU, because every device takes it from there as an
+        # argument of the kernel, without a copy to wait for. With a value, also where tensors are fakes.
+        with _disable_current_modes():
+            self._graph_salt = torch.tensor(self._salt, dtype=torch.int64, device="cpu")
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what copies are made of: the salt follows from the name, wherever the copy is made."""
-        return {name: value for name, value in vars(self).items() if name != "_salt"}
+        """Return what copies are made of: the tensor follows from the name, wherever the copy is made."""
+        return {name: value for name, value in vars(self).items() if name != "_graph_salt"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -108,7 +110,8 @@ class Dropout(nn.Module):
 
     def _dropped(self, keys: Tensor, channels: int) -> Tensor:
         """Return the mask `[batch, seq, channels]`, true where an element is dropped."""
-        channel = mix(torch.arange(channels, device=keys.device) * STRIDE + self._salt)
+        salt = self._graph_salt if torch.compiler.is_dynamo_compiling() else self._salt
+        channel = mix(torch.arange(channels, device=keys.device) * STRIDE + salt)
         # Products are uniform over all signed numbers: a share p of them is below this.
         bound = -(2**63) + int(self.p * 2**64)
         return (keys | 1).unsqueeze(-1) * channel < bound

@@ -18,6 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shoal.models.autocast import autocast_dtype
+
 __all__ = [
     "ExpertProducts",
     "GroupedProducts",
@@ -89,9 +91,8 @@ def multiply_by_experts(rows: Tensor, runs: Runs, weights: Sequence[Tensor]) -> 
     Returns:
         `[rows, out_i]` for each weight.
     """
-    kind = rows.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
+    dtype = autocast_dtype(rows)
+    if dtype is not None:
         rows, weights = rows.to(dtype), [weight.to(dtype) for weight in weights]
     results: tuple[Tensor, ...] = _Multiply.apply(expert_products(rows, runs, weights), rows, *weights)
     return results
@@ -99,7 +100,8 @@ def multiply_by_experts(rows: Tensor, runs: Runs, weights: Sequence[Tensor]) -> 
 
 def expert_products(rows: Tensor, runs: Runs, weights: Sequence[Tensor]) -> ExpertProducts:
     """Return the fastest ExpertProducts for these arguments, which are those of `multiply_by_experts`."""
-    if not len(rows):
+    total = rows.shape[0]
+    if isinstance(total, int) and total == 0:  # an export has a symbol, which may be any number
         return NoProducts(len(runs.counts))
     if _can_group(rows, weights[0]):
         return GroupedProducts(runs.counts)

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from shoal.models.autocast import without_autocast
 from shoal.models.config import TransformerConfig
 from shoal.models.expert_products import Multiply, Runs, multiply_by_experts
 
@@ -111,7 +112,7 @@ class Mixture(nn.Module):
     def _logits(self, hidden: Tensor) -> Tensor:
         """Return the router's logits `[batch, seq, experts]`, in fp32 or wider for exact choices."""
         wide = torch.promote_types(hidden.dtype, torch.float32)
-        with torch.autocast(hidden.device.type, enabled=False):
+        with without_autocast(hidden):
             return self.score(hidden.to(wide), self.router.weight.to(wide))
 
     def _with_auxiliary_losses(

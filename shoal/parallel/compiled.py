@@ -6,6 +6,9 @@ attention, which are expensive, and computes the rest again.
 Only a block's own forward is compiled. Its hooks, which gather and reduce, run around it; collectives within
 it end one graph, and another begins after them. Blocks of one kind share their graphs.
 
+Recomputing always restores the states of torch's generators: whatever a user puts in a block, also later, may
+draw from them. They are on the host, a GPU's too: to keep them is a small copy without a wait.
+
     compile, recompute       forward of a block
     none, full               checkpointed
     none, selective          on a CPU checkpointed; elsewhere a graph, as below, run operator by operator:
@@ -25,7 +28,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from shoal.models import Block
 from shoal.trace import EXPENSIVE
 
 __all__ = ["compile_blocks", "compiled"]
@@ -63,16 +65,13 @@ def compile_blocks(
         compiler = partial(torch.compile, backend="aot_eager")
     for number, block in enumerate(blocks):
         forward, policy = block.forward, recompute if again is None or number in again else "none"
-        checkpointed: Any = partial(
-            checkpoint, use_reentrant=False, preserve_rng_state=_may_draw_random_numbers(block)
-        )
         if policy == "selective":
             contexts = partial(create_selective_checkpoint_contexts, _keep_expensive)
-            forward = partial(checkpointed, forward, context_fn=contexts)
+            forward = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
         if compiler is not None and (compile == "blocks" or policy == "selective"):
             forward = _with_room(compiler(forward), _GRAPHS_PER_BLOCK * len(blocks))
         if policy == "full":
-            forward = partial(checkpointed, forward)
+            forward = partial(checkpoint, forward, use_reentrant=False)
         if forward is not block.forward:
             block.forward = forward
 
@@ -102,11 +101,6 @@ def _with_room(function: Callable[..., Any], graphs: int) -> Callable[..., Any]:
         return function(*arguments, **named)
 
     return call
-
-
-def _may_draw_random_numbers(block: nn.Module) -> bool:
-    """Return whether a block may use torch's generators, whose states recomputing then has to restore."""
-    return type(block) is not Block or any(getattr(module, "p", 0) for module in block.modules())
 
 
 def _keep_expensive(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

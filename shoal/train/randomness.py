@@ -49,13 +49,13 @@ def compute_deterministically(environment: MutableMapping[str, str] = os.environ
     helps if memory is read that was never written, which would be a mistake.
 
     Args:
-        environment: The environment, which gets the workspace that cuBLAS then needs.
+        environment: The environment, which meanwhile has the workspace that cuBLAS then needs.
 
     Raises:
         ConfigError: The environment sets a workspace with which cuBLAS is not deterministic.
     """
-    given = environment.setdefault(_WORKSPACE, _WORKSPACES[0])
-    if given not in _WORKSPACES:
+    given = environment.get(_WORKSPACE)
+    if given not in (None, *_WORKSPACES):
         raise ConfigError(
             f"deterministic=true was given, and {_WORKSPACE}={given}, with which cuBLAS is not deterministic",
             possible=" or ".join(_WORKSPACES),
@@ -68,6 +68,7 @@ def compute_deterministically(environment: MutableMapping[str, str] = os.environ
         torch.is_deterministic_algorithms_warn_only_enabled(),
     )
     fills, benchmark = memory.fill_uninitialized_memory, cudnn.benchmark
+    environment.setdefault(_WORKSPACE, _WORKSPACES[0])
     torch.use_deterministic_algorithms(True)
     memory.fill_uninitialized_memory = cudnn.benchmark = False
     try:
@@ -75,6 +76,8 @@ def compute_deterministically(environment: MutableMapping[str, str] = os.environ
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         memory.fill_uninitialized_memory, cudnn.benchmark = fills, benchmark
+        if given is None:
+            environment.pop(_WORKSPACE, None)
 
 
 def nondeterministic_operator(error: RuntimeError) -> str:

@@ -1,11 +1,14 @@
 """Grouped-query attention whose kernel takes no shared keys, as on GPUs in fp32 or with a mask."""
 
+import contextlib
 import math
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import SDPBackend
+from torch._dynamo.testing import CompileCounter
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from shoal.models import Documents, attention
 from shoal.models.attention import causal_attention
@@ -78,14 +81,14 @@ def test_torch_is_asked_which_kernel_it_would_run(monkeypatch, is_masked):
         )
         return SDPBackend.MATH.value
 
-    cpu = torch.device("cpu")
+    given = (torch.device("cpu"), torch.float32, 4, 2, 16, is_masked, attention._switches())
     attention._chosen.cache_clear()
     with torch.inference_mode():
-        assert attention._chosen(cpu, torch.float32, 4, 2, 16, is_masked) == SDPBackend.FLASH_ATTENTION
+        assert attention._chosen(*given) == SDPBackend.FLASH_ATTENTION
     attention._chosen.cache_clear()
     monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
     for _ in range(2):
-        assert attention._chosen(cpu, torch.float32, 4, 2, 16, is_masked) == SDPBackend.MATH
+        assert attention._chosen(*given) == SDPBackend.MATH
     assert asked == [(4, 2, True, is_masked, not is_masked, True)]
     attention._chosen.cache_clear()
 
@@ -96,6 +99,72 @@ def test_a_gpu_shares_keys_where_not_all_scores_would_be_in_memory(monkeypatch, 
     asked = (torch.float32, 4, 2, 16, False)
     assert attention._kernel_shares_keys(torch.device("cuda"), *asked) == (verdict != SDPBackend.MATH)
     assert attention._kernel_shares_keys(torch.device("cpu"), *asked)
+
+
+@contextlib.contextmanager
+def deterministic(*, warn_only):
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+DETERMINISTIC = [partial(deterministic, warn_only=False), partial(deterministic, warn_only=True)]
+ALLOWED = [
+    [SDPBackend.MATH],
+    [SDPBackend.FLASH_ATTENTION],
+    [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION],
+]
+SWITCHED = [*DETERMINISTIC, *(partial(sdpa_kernel, each) for each in ALLOWED)]
+
+
+def on_a_gpu(monkeypatch):
+    """Answers of a stand-in for a GPU, whose kernel shares keys as long as nothing is switched."""
+    given, answers = attention._switches(), []
+    monkeypatch.setattr(
+        torch,
+        "_fused_sdp_choice",
+        lambda *asked, **named: (
+            answers.append(SDPBackend.FLASH_ATTENTION if attention._switches() == given else SDPBackend.MATH)
+            or answers[-1].value
+        ),
+    )
+    kernel_shares_keys, chosen = attention._kernel_shares_keys, attention._chosen
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(attention, "_chosen", lambda device, *asked: chosen(cpu, *asked))
+    monkeypatch.setattr(
+        attention,
+        "_kernel_shares_keys",
+        torch.compiler.assume_constant_result(lambda device, *asked: kernel_shares_keys(cuda, *asked)),
+    )
+    chosen.cache_clear()
+    return answers
+
+
+@pytest.mark.parametrize("switch", SWITCHED)
+def test_an_answer_holds_for_what_was_switched_when_torch_gave_it(monkeypatch, switch):
+    answers = on_a_gpu(monkeypatch)
+    for _ in range(2):
+        causal_attention(*inputs(4, 2))
+        with switch():
+            causal_attention(*inputs(4, 2))
+    assert answers == [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+
+
+@pytest.mark.parametrize("switch", DETERMINISTIC)
+def test_a_graph_is_not_run_once_determinism_has_changed_its_answer(monkeypatch, switch):
+    answers = on_a_gpu(monkeypatch)
+    graphs = CompileCounter()
+    torch._dynamo.reset()
+    compiled = torch.compile(causal_attention, backend=graphs, fullgraph=True)
+    given = inputs(4, 2)
+    compiled(*given)
+    with switch():
+        compiled(*given)
+    assert answers == [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
+    assert graphs.frame_count == 2
+    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("verdict", [True, False])

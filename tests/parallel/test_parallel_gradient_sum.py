@@ -73,6 +73,25 @@ def test_a_bucket_of_more_parameters_is_moved_by_no_more_operators(monkeypatch, 
     assert operators_of_backward(monkeypatch, plan, 12) == operators_of_backward(monkeypatch, plan, 3)
 
 
+@pytest.mark.parametrize("plan", ["dp=1", "dp=1,precision=bf16"])
+def test_gradients_of_later_micro_batches_are_added_by_operators_on_one_dtype(monkeypatch, plan):
+    """With two dtypes torch adds tensor by tensor on GPUs."""
+    as_on_a_gpu(monkeypatch, 2**20)
+    numbers = []
+    for layers in (3, 12):
+        parallel = parallelize(Spare(layers), plan)
+        with parallel.accumulate():
+            parallel(torch.ones(2, 6)).square().mean().backward()
+        loss = parallel(torch.ones(2, 6)).square().mean()
+        with Operators() as operators:
+            loss.backward()
+        lists = [name for name in operators.names if "_foreach_" in name]
+        adds = [dtypes for name, dtypes in zip(lists, operators.dtypes, strict=True) if "add" in name]
+        assert adds == ([{torch.float32}] if "bf16" in plan else [])
+        numbers.append(len(lists))
+    assert numbers[0] == numbers[1]
+
+
 def waits_of_missing(plan):
     parallel = parallelize(Spare(3), plan)
     loss = parallel(torch.ones(2, 6), all_layers=False).square().mean()

@@ -1,5 +1,7 @@
 """The norm of the gradient and its limit are a few operators, whatever the number of parameters."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from operator_stand_ins import Operators
@@ -49,3 +51,14 @@ def test_gradients_are_scaled_down_to_the_limit_and_never_up():
     limit_gradients(parallel.owned, norm, 0.5 * float(norm))
     # The factor and the products are rounded to fp32.
     torch.testing.assert_close(parallel.measure_gradient().whole, 0.5 * norm, rtol=1e-6, atol=0)
+
+
+def test_gradients_of_several_dtypes_are_scaled_by_a_factor_in_their_own():
+    dtypes = (torch.bfloat16, torch.float32, torch.float64)
+    owned = [SimpleNamespace(gradient=torch.ones(3, dtype=dtype)) for dtype in dtypes * 2]
+    with Operators() as operators:
+        limit_gradients(owned, torch.tensor(3.0, dtype=torch.float64), 1.0)
+    assert operators.dtypes == [{dtype} for dtype in dtypes]
+    third = torch.tensor(1 / 3, dtype=torch.float64)
+    for each in owned:
+        assert torch.equal(each.gradient, third.to(each.gradient.dtype).expand(3))

@@ -67,9 +67,18 @@ def test_new_memory_is_not_filled_meanwhile_and_afterwards_all_is_as_it_was(is_o
             assert operators_of(lambda: torch.empty(100)) == ["aten::empty"]
             raise KeyError
         assert settings() == (is_on, is_on, fills, benchmark)
+        assert environment == {}
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         memory.fill_uninitialized_memory, cudnn.benchmark = before[2:]
+
+
+def test_a_workspace_that_was_given_stays():
+    environment = {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+    for _ in range(2):
+        with compute_deterministically(environment):
+            assert environment == {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+    assert environment == {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
 
 
 def operators_of(function):

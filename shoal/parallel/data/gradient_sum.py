@@ -119,7 +119,7 @@ class GradientSum:
         if copied:
             torch._foreach_copy_(self._views_of(copied), [each.gradient for each in copied])
         if added:
-            torch._foreach_add_(self._views_of(added), [each.gradient for each in added])
+            _add(self._views_of(added), [each.gradient for each in added])
         _scale(scaled, arrived[0].factor)  # gradients of one backward have one factor
 
     def _views_of(self, arrived: list[_Arrived]) -> list[torch.Tensor]:
@@ -309,6 +309,17 @@ class GradientSum:
 def batch_bytes(device: torch.device) -> int:
     """Return the bytes of gradients to move together; a CPU moves each while it is in the cache."""
     return 0 if device.type == "cpu" else _BATCH_BYTES
+
+
+def _add(sums: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:
+    """Add gradients of another dtype than the sums'; a GPU adds lists by one kernel only if all have one."""
+    if len(sums) > 1:
+        flat = sums[0].new_empty(sum(each.numel() for each in sums))
+        parts = flat.split([each.numel() for each in sums])
+        copies = [part.view_as(each) for part, each in zip(parts, sums, strict=True)]
+        torch._foreach_copy_(copies, gradients)
+        gradients = copies
+    torch._foreach_add_(sums, gradients)
 
 
 def _scale(tensors: list[torch.Tensor], factor: float) -> None:

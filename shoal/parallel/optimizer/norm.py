@@ -60,6 +60,8 @@ def _norms(graded: Sequence[tuple[Owned, torch.Tensor]]) -> list[torch.Tensor]:
 def limit_gradients(owned: Sequence[Owned], norm: torch.Tensor, limit: float) -> None:
     """Scale this rank's part of the gradient down, if the whole gradient's norm is above `limit`."""
     gradients = [gradient for each in owned if (gradient := each.gradient) is not None]
-    if gradients:
-        # Only with a factor in the gradients' dtype is this one kernel, and otherwise one for each gradient.
-        torch._foreach_mul_(gradients, (limit / norm).clamp(max=1.0).to(gradients[0].dtype))
+    factor = (limit / norm).clamp(max=1.0)
+    # Only with one dtype, also of the factor, is this one kernel, and otherwise one for each gradient.
+    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+        alike = [gradient for gradient in gradients if gradient.dtype == dtype]
+        torch._foreach_mul_(alike, factor.to(dtype))

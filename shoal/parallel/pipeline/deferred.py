@@ -38,6 +38,7 @@ from torch.autograd.graph import GradientEdge
 
 from shoal.errors import TrainingError
 from shoal.models import Mixture
+from shoal.models.autocast import autocast_dtype
 from shoal.models.expert_products import ExpertProducts, Runs, expert_products, multiply_by_experts
 
 __all__ = [
@@ -203,7 +204,7 @@ def _can_put_off(rows: Tensor, weights: Sequence[Tensor], deferral: Deferral) ->
     if not deferral.is_on:
         return False
     trained = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
-    return trained and rows.requires_grad and not torch.is_autocast_enabled(rows.device.type)
+    return trained and rows.requires_grad and autocast_dtype(rows) is None
 
 
 def _put_off_experts(mixture: Any, deferral: Deferral) -> None:
