@@ -90,6 +90,7 @@ ROWS = (
             ("models", "grouped_products", 30),
             ("memory", "live_storages", 20),
             ("models", "full_recompute_is_compiled", 60),
+            ("models", "recompute_draws_the_same", 30),
         )
     ),
     Row("tests", "Trainings", 90, "gpu_training:tests", {"files": _TESTED}, needs=("pytest", "hypothesis")),
