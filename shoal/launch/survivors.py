@@ -63,8 +63,8 @@ class Survivors:
     def take(self, codes: Mapping[int, int]) -> set[int]:
         """Return which of some members that ended did so because another is lost.
 
-        An abort of a member that waited for nobody is a failure of its own. So is `EXIT_AGAIN` of one to which
-        no broken generation was announced: its code has ended it, with a code that any program may use.
+        An abort of a member that waited for nobody is a failure of its own. So is `EXIT_AGAIN` of one to
+        which no broken generation was announced: any program may end with this code.
 
         Args:
             codes: The exit code of each.
