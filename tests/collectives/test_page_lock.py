@@ -53,7 +53,7 @@ def test_a_refused_lock_is_told_with_its_reason_and_the_next_launch_works(monkey
 
 
 class Launches(torch.overrides.TorchFunctionMode):
-    """Makes tensors of a GPU on the CPU; their arithmetic launches a kernel, and what only fills them does not."""
+    """Makes tensors of a GPU on the CPU. Arithmetic on them launches a kernel, and to fill them does not."""
 
     def __init__(self, runtime):
         super().__init__()

@@ -10,12 +10,12 @@ from elastic_stand_ins import FAULTS, STEPS
 from hosts_stand_ins import Cluster, trained_on_one_host
 from port_stand_ins import free_port
 
-from shoal.launch import EXIT_STOPPED
+from shoal.launch import EXIT_STOPPED, has_accelerators
 from shoal.run import Run
 
 # Ranks get the backend with the fork; where there are accelerators they are started as programs.
 pytestmark = pytest.mark.skipif(
-    any(Path("/dev", name).exists() for name in ("nvidiactl", "nvidia0", "kfd", "accel")),
+    has_accelerators(),
     reason="ranks are not forked on this machine",
 )
 
