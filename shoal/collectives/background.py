@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
-from shoal.collectives.thread_device import on_callers_device
+from shoal.collectives.thread_device import on_callers_device, take_device
 
 __all__ = ["Background"]
 
@@ -52,6 +52,7 @@ class Background:
 def _serve(given: _Given) -> None:
     while (each := given.get()) is not None:
         function, has_returned = each
+        take_device()
         function()
         del each, function  # it holds tensors
         has_returned.set()

@@ -3,29 +3,51 @@
 CUDA begins every thread on the first GPU. The thread's first call, even to wait for an event, then makes a
 context there, of half a gigabyte, also if the process is a rank of another GPU. So a thread that may touch
 CUDA first sets the device; a test finds threads that do not.
+
+A thread may begin before its rank has a GPU, such as that of a logger that a user makes before the trainer.
+It takes the rank's later, with its next piece of work: if it goes on for long, it calls `take_device` before
+each.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["callers_device", "on_callers_device"]
+__all__ = ["callers_device", "note_device", "on_callers_device", "take_device"]
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
+
+_thread = threading.local()  # `has_none`: it began before the rank had a GPU
+_of_rank: int | None = None
+
+
+def note_device(index: int) -> None:
+    """Note the GPU of this rank, once it is the current one, for threads that began before."""
+    global _of_rank
+    _of_rank = index
+
+
+def take_device() -> None:
+    """Let this thread go on with the GPU of the rank, if the rank had none when the thread began."""
+    if getattr(_thread, "has_none", False) and _of_rank is not None and torch.cuda.is_initialized():
+        torch.cuda.set_device(_of_rank)
+        _thread.has_none = False
 
 
 def callers_device() -> Callable[[], None]:
     """Return a function that gives the thread that calls it this thread's current GPU.
 
-    It is the `initializer` of a pool. In a process that has not used CUDA so far it does nothing.
+    It is the `initializer` of a pool. If this process has not used CUDA so far, the thread gets that of the
+    rank as soon as `take_device` finds one.
     """
     if not torch.cuda.is_initialized():
-        return _nothing
+        return _begin_without
     return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
@@ -41,5 +63,6 @@ def on_callers_device(work: Callable[_Arguments, _Result]) -> Callable[_Argument
     return begun
 
 
-def _nothing() -> None:
-    pass
+def _begin_without() -> None:
+    _thread.has_none = True
+    take_device()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from types import TracebackType
 from typing import Generic, TypeVar
 
-from shoal.collectives.thread_device import on_callers_device
+from shoal.collectives.thread_device import on_callers_device, take_device
 from shoal.data.generators import shared_with_training
 
 __all__ = ["Prefetcher"]
@@ -80,6 +80,7 @@ class Prefetcher(Generic[Item]):
         try:
             items = iter(source)
             while self._has_room():
+                take_device()
                 with shared_with_training():
                     item = next(items)
                 with self._changed:

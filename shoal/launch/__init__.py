@@ -19,7 +19,7 @@ from shoal.launch.membership import PEER, Generation, Membership
 from shoal.launch.memory_files import MANIFEST, Held, Peer, held_in, is_there
 from shoal.launch.messages import NOW, PING, Here, Task, from_line, to_line
 from shoal.launch.node import Node
-from shoal.launch.nursery import Nursery, open_nursery
+from shoal.launch.nursery import Nursery, has_accelerators, open_nursery
 from shoal.launch.outcome import EXIT_AGAIN, EXIT_STOPPED, Outcome, root_cause
 from shoal.launch.output import RankLog, keep_output, pass_on
 from shoal.launch.stopping import SAVE, signals_noted
@@ -59,6 +59,7 @@ __all__ = [
     "find_world",
     "follow",
     "from_line",
+    "has_accelerators",
     "held_in",
     "is_there",
     "join",

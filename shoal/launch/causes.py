@@ -8,7 +8,8 @@ from typing import final
 
 from shoal.errors import WorkerError
 from shoal.hang import HangVerdict
-from shoal.launch.outcome import Outcome, root_cause
+from shoal.launch.ended import exit_code_after_signal
+from shoal.launch.outcome import EXIT_STOPPED, Outcome, root_cause
 
 __all__ = ["Causes"]
 
@@ -46,6 +47,20 @@ class Causes:
         if given_up is not None and not any(outcome.error for outcome in outcomes):
             return WorkerError(given_up, self._given_up[given_up], exit_code=1)
         return root_cause(outcomes, failed)
+
+    def after_signal(self, codes: Mapping[int, int], name: str) -> int:
+        """Return the exit code of a training that a signal has ended.
+
+        Args:
+            codes: The exit code of each member.
+            name: The name of the signal.
+
+        Raises:
+            WorkerError: No member has saved the state.
+        """
+        members = [member for member, code in codes.items() if code == EXIT_STOPPED] or list(codes)
+        outcomes = [each for each in Outcome.read_all(self._folder) if each.rank in members]
+        return exit_code_after_signal(outcomes, members, name)
 
     def hang_of(self, member: int) -> str:
         """Return a colon and why a member hangs; "" unless the ranks that waited for it have found out."""

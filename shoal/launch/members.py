@@ -19,12 +19,11 @@ from torch.distributed.distributed_c10d import Store
 from shoal.errors import WorkerError
 from shoal.launch.causes import Causes
 from shoal.launch.drain import Request, Requests
-from shoal.launch.ended import exit_code_after_signal
 from shoal.launch.launcher import END, SETTLE, listen_for
 from shoal.launch.linked_hosts import LinkedHosts
 from shoal.launch.local_ranks import LocalRanks
 from shoal.launch.membership import AFTER, Roster
-from shoal.launch.outcome import EXIT_STOPPED, Outcome
+from shoal.launch.outcome import EXIT_STOPPED
 from shoal.launch.stopping import StopRequest
 from shoal.launch.survivors import Survivors
 from shoal.run import write_event
@@ -78,7 +77,6 @@ class Members:
         self._linked = linked
         self._roster = Roster(store)
         self._survivors = Survivors(self._roster)
-        self._folder = folder
         self._causes = Causes(folder)
         self._events = events
         self._least = least
@@ -113,7 +111,8 @@ class Members:
             stop.pass_on(self._processes)
             if stop.signal is not None and self._signal is None:
                 self._signal = stop.signal
-                self._failure = None  # what was survived before
+                if not self._is_lost:
+                    self._failure = None  # what was survived before
             self._end_stopped()
             self._end_absent()
             if not self._note_ends():
@@ -128,14 +127,14 @@ class Members:
     def _goes_on(self) -> bool:
         """Make a generation if one is due and can be; return whether to go on."""
         if self._signal is not None:
-            return bool(self._processes.running())
+            return not self._starting.issuperset(self._processes.running())
         can_go_on = self._linked is None or self._linked.has_quorum
         if self._is_due and (self._linked is None or self._linked.is_heard):
             all_end = self._is_broken and self._roster.starts_again
             if can_go_on and len(self._present) >= self._least and not (all_end or self._gathers()):
                 self._form()
             elif all_end or (self._is_broken and self._linked is not None):
-                self._roster.announce([], is_broken=True)  # so that all stop and wait
+                self._survivors.announce([], self._present, is_broken=True)  # so that all stop and wait
                 self._is_halted, self._is_broken = True, False
                 if all_end:
                     self._survivors.end(self._present)
@@ -146,6 +145,11 @@ class Members:
         if self._linked is None or (can_go_on and len(self._linked.hosts) >= self._linked.least):
             return False
         return self._waits_for_hosts(self._linked)
+
+    @property
+    def _is_lost(self) -> bool:
+        """Whether no process has the state, since all end because of a loss."""
+        return self._is_halted and self._roster.starts_again
 
     def _is_calm(self) -> bool:
         """Whether nothing is expected of the members but that they train."""
@@ -162,8 +166,8 @@ class Members:
         return bool(self._starting) or (is_recent and not self._linked.is_whole)
 
     def _form(self) -> None:
-        starting = len(self._starting)
-        self._roster.announce(self._present, is_broken=self._is_broken, starting=starting)
+        here, starting = self._present, len(self._starting)
+        self._survivors.announce(here, here, is_broken=self._is_broken, starting=starting)
         self._is_due = self._is_broken = self._is_halted = False
         self._failed_since = self._absent_since = None
         if self._linked is not None:
@@ -188,14 +192,16 @@ class Members:
         if 0 in codes.values():  # all steps are made
             listen_for(self._processes, END)
             return False
-        failed = {member: code for member, code in codes.items() if code != EXIT_STOPPED}
+        # After a signal, one that was starting has had nothing to save, and has ended by the signal too.
+        excused = self._starting if self._signal is not None else ()
+        failed = {each: code for each, code in codes.items() if code != EXIT_STOPPED and each not in excused}
         self._ended.update(codes)
         self._is_due |= not set(codes).isdisjoint(self._present)
         self._present = [member for member in self._present if member not in codes]
         self._starting.difference_update(codes)
-        follow = self._survivors.take(failed) if self._signal is None else set()
+        follow = self._survivors.take(failed)
         failed = {member: code for member, code in failed.items() if member not in follow}
-        if failed:
+        if failed and not (self._signal is not None and self._is_lost):  # else the loss is the cause
             self._failure = self._why(failed)
         if self._signal is not None:
             return not failed
@@ -205,7 +211,7 @@ class Members:
             self._note("left", gone)
         if not failed:
             return True
-        self._is_broken |= self._is_due and not (self._is_halted and self._roster.starts_again)
+        self._is_broken |= self._is_due and not self._is_lost
         self._has_waited = False
         if _WRONG_INPUT in failed.values():
             return False
@@ -304,9 +310,8 @@ class Members:
                 return
             self._restarts -= 1
             self._is_due = self._is_broken = self._has_waited = True
-            print(
-                "shoal: the ranks have lost each other, and form a group again", file=sys.stderr, flush=True
-            )
+            text = "shoal: the ranks have lost each other, and form a group again"
+            print(text, file=sys.stderr, flush=True)
 
     def _ask_to_leave(self, request: Request) -> None:
         """Ask a rank, or the ranks of a host, to leave, if enough others are there; note the answer."""
@@ -383,15 +388,11 @@ class Members:
         codes = self._processes.exit_codes()
         if 0 in codes.values():
             return 0
+        if self._failure is not None:
+            raise self._failure
         if self._signal is not None:
-            if self._failure is not None:
-                raise self._failure
-            members = [member for member in codes if codes[member] == EXIT_STOPPED] or list(codes)
-            outcomes = [each for each in Outcome.read_all(self._folder) if each.rank in members]
-            return exit_code_after_signal(outcomes, members, self._signal.name)
-        if self._failure is None:  # the last members were asked to leave, one by one
-            return EXIT_STOPPED
-        raise self._failure
+            return self._causes.after_signal(codes, self._signal.name)
+        return EXIT_STOPPED  # the last members were asked to leave, one by one
 
 
 def _named(members: set[int]) -> str:

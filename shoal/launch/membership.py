@@ -199,7 +199,7 @@ class Membership:
         self._failure = failure
         self._reported: int | None = None  # the generation whose failure the watch has reported
         self._newer: Generation | None = None
-        self._entered = after
+        self._after = self._entered = after
         self._is_closed = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._watch, name="shoal-membership", daemon=True)
@@ -229,7 +229,9 @@ class Membership:
         self._store.set(_ready(self.member), "")
         self._thread.start()
 
-    def next(self, seconds: float) -> Generation | None:
+    def next(
+        self, seconds: float, is_asked_to_leave: Callable[[], bool] = lambda: False
+    ) -> Generation | None:
         """Enter the newest generation with this member, once all members of a newer one are here.
 
         So no member forms a group and waits in vain for others that have gone to a newer generation. If lost
@@ -237,6 +239,7 @@ class Membership:
 
         Args:
             seconds: Time to wait for it.
+            is_asked_to_leave: Whether this member is to wait no longer, if it has never been in a generation.
 
         Returns:
             The generation; None if none came in time, or none will come.
@@ -248,7 +251,11 @@ class Membership:
             if self.member in own.members and own.number != self._entered and self._is_here(own):
                 self._entered = own.number
                 return own
+            # A launcher that passes a signal on makes no generation after that.
+            is_asked = self._entered == self._after and is_asked_to_leave()
             newest = self._newest()
+            if is_asked and (newest is None or self.member not in newest.members):
+                return None
             is_awaited = newest is not None and newest.is_broken and newest.starting
             if is_awaited and time.monotonic() < waits_until:
                 time.sleep(_LOOK)

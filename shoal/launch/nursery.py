@@ -39,10 +39,18 @@ from typing import NoReturn, final
 from shoal.errors import CommunicationError
 from shoal.launch.kernel import name_process
 
-__all__ = ["ForkedRank", "Nursery", "connected", "open_nursery", "serve"]
+__all__ = ["ForkedRank", "Nursery", "connected", "has_accelerators", "open_nursery", "serve"]
 
 _MOST = 1 << 20  # bytes of a request, which is mostly the environment
 _DEVICES = ("nvidiactl", "nvidia0", "kfd", "accel")  # files in /dev where there are accelerators
+
+
+def has_accelerators() -> bool:
+    """Return whether this machine has accelerators, whose libraries do not work after a fork.
+
+    A module that merely asks for them when it is imported, as many do, may have begun to use them.
+    """
+    return any(Path("/dev", name).exists() for name in _DEVICES)
 
 
 @contextmanager
@@ -56,7 +64,7 @@ def open_nursery(module: str) -> Iterator[Nursery | None]:
     """
     importlib.import_module(module)
     is_quiet = threading.active_count() == 1
-    if sys.platform != "linux" or not is_quiet or any(Path("/dev", name).exists() for name in _DEVICES):
+    if sys.platform != "linux" or not is_quiet or has_accelerators():
         yield None
         return
     here, there = connected()

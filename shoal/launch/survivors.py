@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import final
 
 from shoal.launch.membership import Roster
@@ -33,9 +33,26 @@ class Survivors:
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
         self._ending: set[int] = set()
+        self._warned: set[int] = set()  # members to which a broken generation was announced
         self._late: set[int] = set()
         self._again: set[int] = set()
         self._since = 0.0
+
+    def announce(
+        self, members: Sequence[int], present: Collection[int], *, is_broken: bool, starting: int = 0
+    ) -> None:
+        """Make a generation; if that of the members that are present is broken, they may end by themselves.
+
+        Args:
+            members: The members of the generation.
+            present: The members of the one before that have not ended.
+            is_broken: Whether a member of the one before was lost.
+            starting: Number of members that are being started.
+        """
+        self._warned = {member for member in self._warned if not self._roster.is_here(member)}
+        if is_broken:
+            self._warned.update(present)
+        self._roster.announce(members, is_broken=is_broken, starting=starting)
 
     def end(self, members: Collection[int]) -> None:
         """Note that members are to end, because their group is lost."""
@@ -46,18 +63,21 @@ class Survivors:
     def take(self, codes: Mapping[int, int]) -> set[int]:
         """Return which of some members that ended did so because another is lost.
 
-        An abort of a member that waited for nobody is a failure of its own.
+        An abort of a member that waited for nobody is a failure of its own. So is `EXIT_AGAIN` of one to
+        which no broken generation was announced: any program may end with this code.
 
         Args:
             codes: The exit code of each.
         """
         if not self._roster.starts_again:
             return set()
-        follows = {member for member, code in codes.items() if code in (EXIT_AGAIN, -signal.SIGABRT)}
-        follows |= self._late.intersection(codes)
-        has_cause = len(follows) < len(codes)
-        found = {each for each in follows if has_cause or codes[each] == EXIT_AGAIN or each in self._ending}
+        again = {each for each, code in codes.items() if code == EXIT_AGAIN and self._is_warned(each)}
+        again |= self._late.intersection(codes)
+        aborted = {each for each, code in codes.items() if code == -signal.SIGABRT}
+        has_cause = len(again | aborted) < len(codes)
+        found = again | {each for each in aborted if has_cause or each in self._ending}
         self._ending.difference_update(codes)
+        self._warned.difference_update(codes)
         self._again = (self._again - codes.keys()) | found
         return found
 
@@ -71,6 +91,9 @@ class Survivors:
             text = f"shoal: of the other ranks {named} did not end within {_ENDS:g} s, and are killed"
             print(text, file=sys.stderr, flush=True)
         return self._late & self._ending
+
+    def _is_warned(self, member: int) -> bool:
+        return member in self._ending or (member in self._warned and not self._roster.is_here(member))
 
     def are_awaited(self, starting: Collection[int], came: float) -> bool:
         """Return whether the next generation waits for more members.

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shoal.collectives.thread_device import note_device
 from shoal.errors import ConfigError
 
 __all__ = ["on_device", "own_device", "place"]
@@ -35,6 +36,7 @@ def own_device(device: torch.device | str) -> torch.device:
         bound: torch.device | None = getattr(dist.group.WORLD, "bound_device_id", None)
         device = bound or torch.device("cuda", torch.cuda.current_device())
     torch.cuda.set_device(device)
+    note_device(device.index)
     return device
 
 

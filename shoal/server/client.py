@@ -11,7 +11,7 @@ from typing import Any, TypeVar, final
 import torch
 
 from shoal.collectives import Codec
-from shoal.collectives.thread_device import callers_device
+from shoal.collectives.thread_device import callers_device, take_device
 from shoal.plan import Compression
 from shoal.server.blueprint import Blueprint
 from shoal.server.channel import Channel, ServerError, connect
@@ -318,7 +318,12 @@ class Servers:
 
     def _of_each(self, one: Callable[[int, Part], Result], parts: Sequence[Part]) -> list[Result]:
         """Call a function with each shard and its part, at the same time; return the results in order."""
-        pending = [self._threads.submit(one, shard, part) for shard, part in enumerate(parts)]
+
+        def run(shard: int, part: Part) -> Result:
+            take_device()
+            return one(shard, part)
+
+        pending = [self._threads.submit(run, shard, part) for shard, part in enumerate(parts)]
         return [each.result() for each in pending]
 
     def _ask(

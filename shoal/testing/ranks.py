@@ -2,7 +2,9 @@
 
 Importing torch takes seconds; forming a process group in a process that has it takes milliseconds. So the
 processes of all pools are forked from one that has imported torch and Shoal (multiprocessing's fork server).
-A pool starts its processes once, and each call forms a group of its own among the first n of them.
+Where there are accelerators, each is started as a program instead: what is imported may begin to use them,
+and then they do not work after a fork. A pool starts its processes once, and each call forms a group of its
+own among the first n of them.
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from types import TracebackType
 from typing import Any, TypeVar
 
 from shoal.errors import WorkerError
+from shoal.launch import has_accelerators
 
 __all__ = ["RankPool", "run_ranks"]
 
@@ -42,8 +46,12 @@ class RankPool:
     def __init__(self, backend: str = "gloo", threads: int = 1) -> None:
         self._backend = backend
         self._threads = threads
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(_PRELOADED)
+        self._context: SpawnContext | ForkServerContext
+        if has_accelerators():
+            self._context = multiprocessing.get_context("spawn")
+        else:
+            self._context = multiprocessing.get_context("forkserver")
+            self._context.set_forkserver_preload(_PRELOADED)
         self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
 
     def run(

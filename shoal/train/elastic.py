@@ -42,10 +42,12 @@ def execute_elastic(job: Job, world: World, membership: Membership, stop: StopSi
         The exit code: 0, or `EXIT_STOPPED` if the run, or this member, was asked to stop.
     """
     store = meet(world, timeout=job.config.timeout)
+    if membership.generation.number >= 0:  # if it ended by a signal, others would lose a group
+        stop.heed()
     membership.ready()
     failure: BaseException | None = None
     try:
-        while (generation := membership.next(_PATIENCE)) is not None:
+        while (generation := membership.next(_PATIENCE, lambda: stop.received is not None)) is not None:
             ended = _execute_in(generation, job, world, stop, membership, store)
             if isinstance(ended, int):
                 with contextlib.suppress(RuntimeError):  # all is saved, whatever becomes of the others
@@ -54,6 +56,8 @@ def execute_elastic(job: Job, world: World, membership: Membership, stop: StopSi
             failure = ended
             if stop.received is not None and failure is None:
                 return EXIT_STOPPED
+        if stop.received is not None and failure is None:  # it has never trained, so nothing is to save
+            return EXIT_STOPPED
     finally:
         membership.close()
     raise failure or CommunicationError("the launcher made no other group of ranks")
@@ -72,6 +76,7 @@ def _execute_in(
     if plan is None:
         return None
     if rank >= plan.ranks:  # the Plan has no use for this one
+        stop.heed()
         membership.stand_by(lambda: stop.received is not None)
         return None
     own = dataclasses.replace(job, plan=plan)

@@ -52,6 +52,31 @@ def test_a_refused_lock_is_told_with_its_reason_and_the_next_launch_works(monkey
     runtime.launch()
 
 
+class Launches(torch.overrides.TorchFunctionMode):
+    """Makes tensors of a GPU on the CPU. Arithmetic on them launches a kernel, and to fill them does not."""
+
+    def __init__(self, runtime):
+        super().__init__()
+        self.runtime = runtime
+
+    def __torch_function__(self, function, types, arguments=(), named=None):
+        named = dict(named or {})
+        named.pop("device", None)
+        result = function(*arguments, **named)
+        if function in (torch.Tensor.add_, torch.Tensor.mul_):
+            self.runtime.launch()
+        return result
+
+
+def test_an_error_is_taken_by_a_launch_where_torch_contains_the_runtime(monkeypatch):
+    runtime = CudaRuntime(limit=0).install(monkeypatch)
+    monkeypatch.setattr(page_lock, "_runtime", lambda: None)
+    pages = HostPages(4096)
+    with Launches(runtime):
+        assert "error 304" in pages.lock()
+    runtime.launch()
+
+
 def test_memory_that_cannot_be_unlocked_leaves_no_error_behind(monkeypatch):
     runtime = CudaRuntime().install(monkeypatch)
     pages = HostPages(5000)

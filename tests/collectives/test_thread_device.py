@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,10 +15,14 @@ import torch
 import shoal
 from shoal.checkpoint import Background as BackgroundSave
 from shoal.checkpoint import Piece, Saver, SingleProcess, Staging
+from shoal.collectives import thread_device
 from shoal.collectives.background import Background
 from shoal.collectives.thread_device import callers_device, on_callers_device
 from shoal.data.prefetch import Prefetcher
 from shoal.layers import TORCH_FREE
+from shoal.parallel import own_device
+from shoal.record.destinations.queued import QueuedLogger
+from shoal.server.client import Servers
 
 PACKAGE = Path(shoal.__file__).parent
 
@@ -124,6 +129,75 @@ def test_what_runs_beside_training_runs_on_its_gpu(gpus, tmp_path, run):
     assert found
     assert all(device == 2 for device, _ in found)
     assert threading.current_thread().name not in {name for _, name in found}
+
+
+def of_pieces_of_data(tmp_path, look, get_device):
+    def items():
+        for number in range(10):
+            look()
+            yield number
+
+    with Prefetcher(items(), depth=1) as prefetcher:
+        next(prefetcher)
+        get_device()
+        for _ in prefetcher:
+            pass
+
+
+def of_logged_steps(tmp_path, look, get_device):
+    class Looking:
+        def log(self, step, values):
+            look()
+
+        close = look
+
+    logger = QueuedLogger("a logger", Looking, print)
+    logger.log(1, {})
+    while logger._waiting:
+        time.sleep(0.01)
+    get_device()
+    logger.log(2, {})
+    logger.close()
+
+
+def of_later_collectives(tmp_path, look, get_device):
+    background = Background()
+    background.run(look)
+    assert background.settle(10)
+    get_device()
+    background.run(look)
+    assert background.settle(10)
+
+
+def of_servers(tmp_path, look, get_device):
+    client = Servers(["a", "b"], "token")
+    client._of_each(lambda shard, part: look(), [1, 2])
+    get_device()
+    client._of_each(lambda shard, part: look(), [1, 2])
+
+
+@pytest.mark.parametrize("run", [of_pieces_of_data, of_logged_steps, of_later_collectives, of_servers])
+def test_what_begins_before_the_rank_has_a_gpu_goes_on_with_it(gpus, tmp_path, monkeypatch, run):
+    monkeypatch.setattr(thread_device, "_of_rank", None)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    gpus.current = 0
+    found = []
+
+    def get_device():
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(
+            torch.cuda, "set_device", lambda device: setattr(gpus, "current", index_of(device))
+        )
+        own_device("cuda:2")
+
+    run(tmp_path, lambda: found.append(gpus.current), get_device)
+    assert found[0] == 0
+    assert found[-1] == 2
+
+
+def index_of(device):
+    return device if isinstance(device, int) else device.index
 
 
 def threads_begun(tree):

@@ -97,6 +97,21 @@ def test_members_do_not_wait_for_a_generation_after_the_end():
     assert not members[0].leads_next(600)
 
 
+def test_a_member_that_has_never_trained_may_leave_while_it_waits():
+    store = HashStore()
+    roster = Roster(store)
+    roster.announce([0], is_broken=False)
+    late, stays = Membership(1, lambda: store, 0, lambda: None), members_of(store, 1)[0]
+    assert late.next(60, lambda: True) is None
+    roster.announce([0, 1], is_broken=False)
+    stays.next(0.1)  # it is here
+    assert late.next(10, lambda: True).number == 1  # the others wait for it
+    roster.announce([0], is_broken=True)
+    began = time.monotonic()
+    assert late.next(0.2, lambda: True) is None
+    assert time.monotonic() - began > 0.2  # it has state
+
+
 def test_a_broken_generation_ends_communication_once_and_one_that_grows_does_not():
     store, aborted = HashStore(), []
     roster = Roster(store)

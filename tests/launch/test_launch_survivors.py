@@ -30,7 +30,8 @@ def survivors_of(backend="cpu:gloo,cuda:nccl"):
         ({0: ABRT, 1: ABRT}, set()),
         ({0: ABRT, 1: KILL}, {0}),  # all in a moment
         ({0: ABRT, 1: 1, 2: ABRT}, {0, 2}),
-        ({0: EXIT_AGAIN}, {0}),
+        ({0: EXIT_AGAIN}, set()),  # its own code, which means nothing yet
+        ({0: EXIT_AGAIN, 1: KILL}, set()),
         ({0: 1}, set()),
     ],
 )
@@ -44,6 +45,17 @@ def test_an_abort_after_a_loss_follows_from_it_once():
     assert survivors.take({0: ABRT}) == {0}
     assert survivors.take({0: ABRT}) == set()
     assert survivors.take({2: KILL}) == set()
+
+
+def test_the_code_of_survivors_counts_until_a_member_has_left_the_broken_generation():
+    survivors, roster = survivors_of()
+    survivors.announce([0, 1, 2], [], is_broken=False)
+    survivors.announce([0, 2], [0, 2], is_broken=True)  # the launcher did not know yet that all end
+    assert survivors.take({0: EXIT_AGAIN}) == {0}
+    roster._store.set("1 has 2", "")
+    assert survivors.take({2: EXIT_AGAIN}) == set()
+    survivors.announce([0, 2], [2], is_broken=False)
+    assert survivors.take({2: EXIT_AGAIN}) == set()
 
 
 def test_an_abort_under_a_backend_that_reports_failures_is_one():

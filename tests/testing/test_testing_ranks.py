@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.errors import PlanError, WorkerError
+from shoal.launch import has_accelerators, nursery
 from shoal.testing import RankPool, run_ranks
 
 
@@ -108,6 +109,19 @@ def path_of_modules():
 def test_ranks_import_from_where_the_caller_does(ranks, monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     assert ranks.run(path_of_modules, 1)[0][0] == str(tmp_path)
+
+
+def my_parent():
+    return os.getppid()
+
+
+def test_ranks_are_not_forked_where_there_are_accelerators(monkeypatch, tmp_path):
+    """A fork server that imports a module which asks for a GPU leaves ranks that cannot use it."""
+    monkeypatch.setattr(nursery, "_DEVICES", (str(tmp_path),))
+    assert has_accelerators()
+    with RankPool() as pool:
+        assert pool.run(my_parent, 2) == [os.getpid()] * 2
+        assert pool.run(add_ranks, 2, 10, 5)[1][0] == 31
 
 
 def test_processes_end_with_the_pool():

@@ -26,6 +26,8 @@ def begin(step, steps):
             os.kill(os.getpid(), signal.SIGSEGV)
         if fault == "exit":
             os._exit(3)
+        if fault == "exit again":
+            os._exit(76)  # os.EX_PROTOCOL, which is also the code of survivors
         if fault == "exception":
             raise RuntimeError("a fault of this rank")
         if fault == "stop":
@@ -38,6 +40,15 @@ def begin(step, steps):
                 ctypes.PyDLL(None).pthread_mutex_lock(mutex)
         if fault == "leave":
             os.kill(os.getpid(), signal.SIGTERM)
+        if fault == "kill and stop":  # a moment later, while this one is being started
+            if os.fork() == 0:
+                os.setsid()
+                time.sleep(float(os.environ["LATER"]))
+                os.kill(int(os.environ["LAUNCHED_BY"]), signal.SIGTERM)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+    if step > {FAULT} and fault == "kill and stop":
+        time.sleep(0.3)
     if step == {FAULT} and member == "0" and fault == "stop all" and is_first:
         os.kill(int(os.environ["LAUNCHED_BY"]), signal.SIGTERM)
         time.sleep(0.2)

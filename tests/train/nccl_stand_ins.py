@@ -112,4 +112,5 @@ def install():
 
 if __name__ == "__main__":
     install()
+    os.environ["LAUNCHED_BY"] = str(os.getpid())  # for ranks that send it a signal
     sys.exit(main())

@@ -136,6 +136,16 @@ def test_a_signal_to_the_launcher_stops_all_after_they_have_saved(tmp_path, tiny
     assert "stopped by a signal; saved" in broken.told
 
 
+@pytest.mark.parametrize("later", ["0.15", pytest.param("0.3", marks=pytest.mark.long)])
+def test_a_signal_while_a_rank_starts_again_stops_the_others_after_they_have_saved(
+    tmp_path, tiny_run, monkeypatch, later
+):
+    monkeypatch.setenv("LATER", later)
+    broken = Trained(tmp_path, tiny_run, "--nproc", "1:3", "--set", "batch=6", fault="kill and stop")
+    assert broken.code == EXIT_STOPPED, broken.told
+    assert "stopped by a signal; saved" in broken.told
+
+
 def test_a_rank_that_leaves_its_group_gives_back_device_memory_that_torch_keeps(monkeypatch):
     """The next Plan's tensors have other sizes."""
     emptied = []

@@ -10,11 +10,12 @@ from elastic_stand_ins import FAULTS, STEPS
 from hosts_stand_ins import Cluster, trained_on_one_host
 from port_stand_ins import free_port
 
+from shoal.launch import EXIT_STOPPED, has_accelerators
 from shoal.run import Run
 
 # Ranks get the backend with the fork; where there are accelerators they are started as programs.
 pytestmark = pytest.mark.skipif(
-    any(Path("/dev", name).exists() for name in ("nvidiactl", "nvidia0", "kfd", "accel")),
+    has_accelerators(),
     reason="ranks are not forked on this machine",
 )
 
@@ -30,7 +31,7 @@ class Trained:
         shutil.copy(STAND_IN, folder)
         own = ["--set", f"steps={STEPS}", "--set", "optimizer.schedule=faults_at_home:begin", "--run", "one"]
         command = ["train", *tiny_run, "--set", "batch=6", *own, "--nproc", nproc, *words]
-        around = {"FAULT": fault, "WHO": who, "LAUNCHED_BY": "0", **environment}
+        around = {"FAULT": fault, "WHO": who, **environment}
         ended = programs.run(command, folder, around, module=MODULE)
         self.code, self.told = ended.returncode, ended.stderr
         run = Run.open(folder / "one")
@@ -86,6 +87,26 @@ def test_an_exception_of_one_rank_is_the_cause_though_its_group_reports_nothing(
     broken = Trained(programs, tmp_path, tiny_run, "2:3", fault="exception", who="0")
     broken.require(unbroken, lost={0})
     assert "rank 0 failed: RuntimeError: a fault of this rank" in broken.told
+
+
+def test_a_rank_that_ends_with_the_code_of_survivors_is_lost_like_any_other(
+    programs, tmp_path, tiny_run, unbroken
+):
+    broken = Trained(programs, tmp_path, tiny_run, "2:3", fault="exit again", who="1")
+    broken.require(unbroken, lost={1})
+    assert "rank 1 failed: its process ended with exit code 76" in broken.told
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("later", ["0.02", "0.06", "0.1", "0.5"])
+def test_a_signal_after_a_loss_leaves_the_loss_as_the_cause(programs, tmp_path, tiny_run, later):
+    """Over NCCL the others cannot save after it. Unless they begin to train again before the signal."""
+    words = ["2:3", "--set", "checkpoint.every=2"]
+    broken = Trained(programs, tmp_path, tiny_run, *words, fault="kill and stop", LATER=later)
+    if broken.code != EXIT_STOPPED:
+        assert broken.code == 1, broken.told
+        assert "rank 1 failed: killed by SIGKILL" in broken.told.splitlines()[-3:][0], broken.told
+        assert "continue with: shoal train --resume" in broken.told
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import final
 
-from shoal.collectives.thread_device import on_callers_device
+from shoal.collectives.thread_device import on_callers_device, take_device
 from shoal.record.logger import Logger
 
 __all__ = ["QueuedLogger"]
@@ -91,12 +91,14 @@ class QueuedLogger(Logger):
             if self._failures >= _FAILURES:
                 self._lost += count
                 continue
+            take_device()
             try:
                 logger.log(step, values)
                 self._failures = 0
             except Exception as error:  # the code of others: training survives any error of it
                 self._lost += count
                 self._report(error)
+        take_device()
         try:
             logger.close()
         except Exception as error:
