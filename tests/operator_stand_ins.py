@@ -7,6 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 WAITING = frozenset({"tolist", "item", "cpu", "__bool__", "__int__", "__float__", "nonzero"})
 """Methods for whose results the host has to wait."""
 
+INDICES = frozenset({"aten::index.Tensor", "aten::index_put_", "aten::nonzero"})
+"""Operators of indices: those of the host are copied to the device, and a mask is counted first."""
+
 
 class Operators(TorchDispatchMode):
     """Listens while it is entered.
@@ -33,6 +36,9 @@ class Operators(TorchDispatchMode):
 class Waits:
     """Notes how often the host would wait for a device, also within backward, while it is entered.
 
+    Indices are not heard: once `Tensor.__getitem__` was replaced, torch takes tensors for sequences, also after
+    it is restored. `Operators` has them, by the names in `INDICES`.
+
     Attributes:
         names: Name of the method of each wait.
     """
@@ -43,26 +49,17 @@ class Waits:
 
     def __enter__(self):
         for name in WAITING:
-            self._listen(name, lambda arguments: True)
-        for name in ("__getitem__", "__setitem__"):
-            self._listen(name, lambda arguments: _copies_indices(arguments[0]))
+            self._listen(name)
         return self
 
     def __exit__(self, *_):
         self._patch.undo()
 
-    def _listen(self, name, waits):
+    def _listen(self, name):
         method = getattr(torch.Tensor, name)
 
         def listened(tensor, *arguments, **named):
-            if waits(arguments):
-                self.names.append(name)
+            self.names.append(name)
             return method(tensor, *arguments, **named)
 
         self._patch.setattr(torch.Tensor, name, listened)
-
-
-def _copies_indices(index):
-    """Whether an index has numbers of the host, which are copied to the device, or is a mask to count."""
-    parts = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(each, list) or getattr(each, "dtype", None) == torch.bool for each in parts)
