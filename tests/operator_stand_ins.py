@@ -36,8 +36,8 @@ class Operators(TorchDispatchMode):
 class Waits:
     """Notes how often the host would wait for a device, also within backward, while it is entered.
 
-    Indices are not heard: once `Tensor.__getitem__` was replaced, torch takes tensors for sequences, even when
-    it is restored. `Operators` has them, by the names in `INDICES`.
+    Indices are not heard: once `Tensor.__getitem__` was replaced, torch takes tensors for sequences,
+    even when it is restored. `Operators` has them, by the names in `INDICES`.
 
     Attributes:
         names: Name of the method of each wait.
