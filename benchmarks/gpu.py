@@ -19,7 +19,7 @@ written from the lines that are there, the worst finding first.
     --simulated      try this program without a GPU: rows that fail, hang, and take all memory
     --device cpu     run the rows on the CPU with small shapes, to try them; their figures mean nothing
 
-Where there is no git, COMMIT in the environment names the commit; a hash of the sources is told in any case.
+Where there is no git, COMMIT in the environment names the commit; each line has a hash of the sources too.
 Exit codes: 0 the rows that were run are right; 1 not all of them, or a signal came; 2 it cannot run.
 """
 
@@ -44,7 +44,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO
 
-from gpu_outcome import NOT_BEGUN, OUTCOMES, STOPPED, Line, Row, read_lines
+from gpu_outcome import NOT_BEGUN, STOPPED, Line, Row, read_lines
 from gpu_page import page
 from gpu_processes import Processes, available_memory
 from gpu_rows import ROWS
@@ -244,9 +244,8 @@ def _run(
                 try:
                     line = processes.run(number, row, device, is_last=is_last)
                 except Exception as error:  # such as a disk that is full: the rows after it may go well
-                    line = _line(
-                        number, row, "failed", f"it could not be run: {type(error).__name__}: {error}"
-                    )
+                    reason = f"it could not be run: {type(error).__name__}: {error}"
+                    line = Line.of(number, row, "failed", reason)
             machine = line.machine or machine
             date = datetime.now(timezone.utc).isoformat(timespec="seconds")  # noqa: UP017
             made.append(dataclasses.replace(line, commit=source, machine=machine, date=date))
@@ -271,25 +270,12 @@ def _keep(line: Line, file: IO[str], page_file: Path) -> None:
 def _not_begun(number: int, row: Row, left: float, is_stopped: bool) -> Line | None:
     """Return the line of a row that cannot begin; None if it can."""
     if is_stopped:
-        return _line(number, row, "not run", STOPPED)
+        return Line.of(number, row, "not run", STOPPED)
     if missing := [name for name in row.needs if importlib.util.find_spec(name) is None]:
-        return _line(number, row, "lacking", f"not installed: {', '.join(missing)}")
+        return Line.of(number, row, "lacking", f"not installed: {', '.join(missing)}")
     if row.seconds > left:
-        return _line(number, row, "not run", f"{max(0, left):.0f} s were left of its {row.seconds:g} s")
+        return Line.of(number, row, "not run", f"{max(0, left):.0f} s were left of its {row.seconds:g} s")
     return None
-
-
-def _line(number: int, row: Row, outcome: str, reason: str) -> Line:
-    assert outcome in OUTCOMES
-    return Line(
-        number=number,
-        name=row.name,
-        subject=row.subject,
-        outcome=outcome,
-        seconds=0.0,
-        budget=row.seconds,
-        reason=reason,
-    )
 
 
 def _write(file: Path, text: str) -> None:

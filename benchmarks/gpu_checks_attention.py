@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_checks_models import Operators, finish
+from gpu_checks_models import Operators
+from gpu_device import finish
 from torch import Tensor
 
 from shoal.models import Documents

@@ -14,6 +14,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from gpu_device import finish
 from torch import Tensor
 
 from shoal.collectives import Options
@@ -292,7 +293,7 @@ def _brought(rank: int, elements: int, dtype: torch.dtype) -> Tensor:
 
 def _compare(case: Case, what: str, device: torch.device) -> None:
     case.call()
-    _finish(device)
+    finish(device)
     result: Any = case.result
     given, wanted = result, case.wanted
     if isinstance(result, _OnlyOwn):
@@ -312,12 +313,12 @@ def _rate(case: Case, group: Any, device: torch.device, repeats: int = 3) -> flo
     result: Any = case.result
     buffer = result.buffer if isinstance(result, _OnlyOwn) else result
     case.call()
-    _finish(device)
+    finish(device)
     dist.barrier(group)
     began = time.perf_counter()
     for _ in range(repeats):
         case.call()
-    _finish(device)
+    finish(device)
     seconds = (time.perf_counter() - began) / repeats
     return float(buffer.numel() * buffer.element_size() / seconds / 1e9)
 
@@ -334,11 +335,6 @@ def _assert_way(group: Any, is_direct: bool, device: torch.device) -> None:
     assert device.type == "cpu" or is_there == is_direct, (
         f"the group works in the GPU's memory: {is_there}, wanted {is_direct}; {shared._shared.failure}"
     )
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _give_back(device: torch.device) -> None:

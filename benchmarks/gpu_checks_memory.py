@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from gpu_device import finish
 from gpu_outcome import Short
 
 from shoal.checkpoint import Piece, SingleProcess, Staging, load, save
@@ -98,7 +99,7 @@ def check_locking_beside_training(device: torch.device) -> Iterator[str]:
             at = time.perf_counter()
             for _ in range(100):
                 value.add_(1)
-            _synchronize(device)
+            finish(device)
             steps, longest = steps + 1, max(longest, time.perf_counter() - at)
         return steps, longest, time.perf_counter() - began
 
@@ -166,11 +167,11 @@ def check_load_rate(device: torch.device) -> str:
         rates = {}
         for name, way in {"buffers": None, "pageable": _through_pageable_memory}.items():
             for _ in range(2):  # the second time everything is loaded and touched
-                _synchronize(device)
+                finish(device)
                 with way() if way is not None else _as_it_is():
                     began = time.perf_counter()
                     load(path, pieces, SingleProcess())
-                    _synchronize(device)
+                    finish(device)
                     rates[name] = nbytes / (time.perf_counter() - began) / 1e9
             for each in state:
                 assert torch.equal(into[each], state[each]), f"{each} was loaded wrongly by way of {name}"
@@ -194,11 +195,11 @@ def check_deterministic_empty(device: torch.device) -> str:
 
     def seconds() -> float:
         torch.empty(elements, device=device)  # the allocator has the block from now on
-        _synchronize(device)
+        finish(device)
         began = time.perf_counter()
         for _ in range(20):
             torch.empty(elements, device=device)
-        _synchronize(device)
+        finish(device)
         return (time.perf_counter() - began) / 20
 
     usual = seconds()
@@ -364,10 +365,10 @@ def _rate(copy: Callable[[], object], nbytes: int, device: torch.device) -> floa
     """Return the GB/s of a copy; the better of two, of which the first one also touches memory."""
     best = 0.0
     for _ in range(2):
-        _synchronize(device)
+        finish(device)
         began = time.perf_counter()
         copy()
-        _synchronize(device)
+        finish(device)
         best = max(best, nbytes / (time.perf_counter() - began) / 1e9)
     return best
 
@@ -382,11 +383,6 @@ def _resident() -> int:
 def _contexts() -> list[int]:
     """Return the GPUs on which this process has a context."""
     return [each for each in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(each)]
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _ms(steps: tuple[int, float, float]) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from gpu_device import finish, no_waits
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -177,15 +178,8 @@ def check_recompute_draws_the_same(device: torch.device) -> str:
     compiled.compile_blocks(list(model.blocks), "full", device=device)
     found = gradients()
     finish(device)
-    if device.type == "cuda":
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits(device, "recomputing"):
         gradients()
-    except RuntimeError as error:
-        raise AssertionError(f"recomputing waited for the device: {error}") from error
-    finally:
-        if device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
     # Sums of the embedding's gradient have no fixed order on a GPU.
     error = max(
         float((one - other).abs().max() / other.abs().max())
@@ -243,13 +237,8 @@ def check_experts_do_not_wait(device: torch.device) -> str:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         return "experts: not checked for waits, because only Hopper's grouped product never waits"
     finish(device)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits(device, "a layer of experts"):
         run()
-    except RuntimeError as error:
-        raise AssertionError(f"a layer of experts waited for the device: {error}") from error
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     return f"experts: no wait in a layer's forward and backward, {_launches(run, device)} launches"
 
 
@@ -360,9 +349,3 @@ def _launches(run: Callable[[], object], device: torch.device) -> int:
         run()
         finish(device)
     return sum(event.name in _LAUNCHES for event in profile.events() or ())
-
-
-def finish(device: torch.device) -> None:
-    """Wait until a device has done all that it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

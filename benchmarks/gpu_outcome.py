@@ -110,6 +110,13 @@ class Line:
     commit: str = ""
     machine: str = ""
 
+    @classmethod
+    def of(cls, number: int, row: Row, outcome: str, reason: str = "", **more: Any) -> Line:
+        """Return the line of a row; `more` are further fields."""
+        assert outcome in OUTCOMES
+        fields = {"name": row.name, "subject": row.subject, "seconds": 0.0, "budget": row.seconds, **more}
+        return cls(number=number, outcome=outcome, reason=reason, **fields)
+
     def json(self) -> str:
         """This line, in ASCII."""
         return json.dumps(dataclasses.asdict(self))

@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from gpu_device import finish
 from torch import Tensor
 
 from shoal.models import Transformer, TransformerConfig, next_token_loss, preset
@@ -214,7 +215,7 @@ def measure_in_turns(
         _reset_peak(device)
         for _ in range(2):
             built[name]()
-        _finish(device)
+        finish(device)
         allocated[name] = _peak(device) - before
         _give_back(device)
     seconds: dict[str, list[float]] = {name: [] for name in built}
@@ -222,21 +223,16 @@ def measure_in_turns(
         order = list(built.items())
         for name, step in reversed(order) if number % 2 else order:
             step()  # takes memory anew
-            _finish(device)
+            finish(device)
             began = time.perf_counter()
             for _ in range(steps):
                 step()
-            _finish(device)
+            finish(device)
             seconds[name].append((time.perf_counter() - began) / steps)
             _give_back(device)
     return {
         name: Measured(median(each), min(each), max(each), allocated[name]) for name, each in seconds.items()
     }
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _allocated(device: torch.device) -> int:

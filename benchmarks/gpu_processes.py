@@ -141,9 +141,9 @@ class Processes:
         return ""
 
 
-def _line(number: int, row: Row, told: list[dict[str, Any]], killed: str, code: int | None) -> Line:
+def _line(number: int, row: Row, written: list[dict[str, Any]], killed: str, code: int | None) -> Line:
     """Return a row's line from what it wrote, and how its process ended."""
-    ended = next((each for each in told if "outcome" in each), None)
+    ended = next((each for each in written if "outcome" in each), None)
     reasons = {
         "not run": STOPPED,
         "hung": f"killed after its budget of {row.seconds:g} s",
@@ -158,28 +158,20 @@ def _line(number: int, row: Row, told: list[dict[str, Any]], killed: str, code: 
         outcome, reason = "failed", f"its process was ended by {known.get(-code, f'signal {-code}')}"
     else:
         outcome, reason = "failed", f"its process ended with exit code {code} before it had a result"
-    return Line(
-        number=number,
-        name=row.name,
-        subject=row.subject,
-        outcome=outcome,
-        seconds=0.0,
-        budget=row.seconds,
-        findings=tuple((each["text"], each["figures"]) for each in told if "text" in each),
-        reason=reason,
-        machine=next((each["machine"] for each in told if "machine" in each), ""),
-    )
+    findings = tuple((each["text"], each["figures"]) for each in written if "text" in each)
+    machine = next((each["machine"] for each in written if "machine" in each), "")
+    return Line.of(number, row, outcome, reason, findings=findings, machine=machine)
 
 
 def _read(results: Path) -> list[dict[str, Any]]:
     """Return what a row wrote, without a torn last line."""
-    told = []
+    written = []
     with contextlib.suppress(FileNotFoundError):
         for text in results.read_text(encoding="utf-8").splitlines():
             with contextlib.suppress(ValueError):
                 each = json.loads(text)
-                told += [each] if isinstance(each, dict) else []
-    return told
+                written += [each] if isinstance(each, dict) else []
+    return written
 
 
 def _tail(log: Path) -> tuple[str, ...]:

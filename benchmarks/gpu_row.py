@@ -34,15 +34,15 @@ def main(results: Path) -> int:
     _import_early()
     with results.open("a", encoding="utf-8") as file:
 
-        def tell(**content: Any) -> None:
+        def report(**content: Any) -> None:
             file.write(json.dumps(content) + "\n")
             file.flush()
 
-        tell(ready=True)
+        report(ready=True)
         row = json.loads(sys.stdin.readline() or "null")
         if row is None:  # there was no row left
             return 0
-        tell(**_ended(row, tell))
+        report(**_ended(row, report))
     with contextlib.suppress(OSError):  # whoever reads is gone
         sys.stdout.flush()
     os._exit(0)  # a device that does not answer cannot delay the end
@@ -57,16 +57,16 @@ def _import_early() -> None:
             importlib.import_module(module)
 
 
-def _ended(row: dict[str, Any], tell: Any) -> dict[str, str]:
+def _ended(row: dict[str, Any], report: Any) -> dict[str, str]:
     """Run a row, and return how it ended."""
     try:
         device = row["device"]
         if device is not None:
             device = _device(device)
-            tell(machine=machine_of(device))
+            report(machine=machine_of(device))
         module, _, name = row["function"].partition(":")
         for found in _findings(getattr(importlib.import_module(module), name)(device, **row["arguments"])):
-            tell(text=found.text, figures=dict(found.figures))
+            report(text=found.text, figures=dict(found.figures))
     except Short as error:
         return {"outcome": "short", "reason": str(error)}
     except Lacking as error:

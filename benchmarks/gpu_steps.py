@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from gpu_device import finish
 from gpu_outcome import Found, Short
 from gpu_peers import PEERS, Measured, Shape, measure, measure_in_turns, shoal_trainer
 from torch.profiler import ProfilerActivity, profile
@@ -162,11 +163,11 @@ def profiled(step: Callable[[], object], device: torch.device, steps: int = 5) -
     Exactly these steps run inside of the profile, from an idle device to an idle device.
     """
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    _finish(device)
+    finish(device)
     with profile(activities=kinds) as recorded:
         for _ in range(steps):
             step()
-        _finish(device)
+        finish(device)
     on_device = "CUDA" if device.type == "cuda" else "CPU"
     spans = sorted(
         (event.time_range.start, event.time_range.end)
@@ -299,11 +300,6 @@ def _times(shape: Shape, found: Measured) -> dict[str, float]:
         "high, ms": found.high * 1e3,
         "tokens/s": shape.tokens / found.seconds,
     }
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _forget(device: torch.device) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from gpu_device import finish
 from gpu_outcome import Found, Lacking, Short
 from gpu_peers import Shape, shoal_trainer
 from gpu_sources import CORE_FAILURE
@@ -173,7 +174,7 @@ def offload(device: torch.device) -> Iterator[Found]:
         began = time.perf_counter()
         results += [trainer.step() for _ in range(4)]
         trainer.settle()
-        _finish(device)
+        finish(device)
         milliseconds = (time.perf_counter() - began) / 4 * 1e3
         losses[place] = [float(result.loss) for result in results]
         trainer.close()
@@ -296,8 +297,3 @@ def _last_step(metrics: Path) -> int:
         with contextlib.suppress(ValueError):
             steps.append(json.loads(line).get("step", 0))
     return max(steps)
-
-
-def _finish(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
