@@ -1,12 +1,12 @@
 """The GPU of a new thread: that of the thread that starts it.
 
-CUDA begins every thread on the first GPU. The thread's first call, even to wait for an event, then makes a
-context there, of half a gigabyte, also if the process is a rank of another GPU. So a thread that may touch
-CUDA first sets the device; a test finds threads that do not.
+CUDA starts every thread on the first GPU. The thread's first call, even to wait for an event, then makes a
+context of half a gigabyte there, although the process may be a rank of another GPU. So a thread that may
+touch CUDA sets the device first; a test finds threads that do not.
 
-A thread may begin before its rank has a GPU, such as that of a logger that a user makes before the trainer.
-It takes the rank's later, with its next piece of work: if it goes on for long, it calls `take_device` before
-each.
+A thread may start before its rank has a GPU, such as the thread of a logger that a user makes before the
+trainer. Such a thread calls `take_device` before each piece of work, and so gets the rank's GPU once there is
+one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def note_device(index: int) -> None:
 
 
 def take_device() -> None:
-    """Let this thread go on with the GPU of the rank, if the rank had none when the thread began."""
+    """Set the GPU of the rank for this thread, if the rank had none when the thread started."""
     if getattr(_thread, "has_none", False) and _of_rank is not None and torch.cuda.is_initialized():
         torch.cuda.set_device(_of_rank)
         _thread.has_none = False

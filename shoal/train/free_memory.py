@@ -26,7 +26,7 @@ import sys, torch
 print(*(torch.cuda.mem_get_info(each)[0] for each in range(torch.cuda.device_count())), flush=True)
 sys.stdin.read()
 """
-"""Prints the free bytes of each GPU beside its own context there, which it keeps until its input ends."""
+"""Prints the bytes of each GPU that are free while it has a context there, and ends with its input."""
 
 
 def within_memory(config: TrainConfig, cluster: Cluster, ranks: int) -> Cluster:
@@ -70,17 +70,17 @@ def _free_on_cpu(ranks: int) -> int | None:
 def _free_on_gpus(ranks: int, reserved: int) -> int | None:
     """Return the bytes that each rank has on a GPU, with those that the Cluster reserves for its context.
 
-    Other processes ask, as the question makes a context on each GPU. The second one has the first one's
-    beside its own, which shows the size of a context.
+    Other processes ask, because the question makes a context on each GPU. While the second one asks there are
+    two contexts, and while the first one asks there is one: the difference is the size of a context.
     """
     with _asking() as first:
-        beside_one = _answer_of(first)
+        with_one = _answer_of(first)
         with _asking() as second:
-            beside_two = _answer_of(second)
-    if not beside_one or len(beside_one) != len(beside_two):
+            with_two = _answer_of(second)
+    if not with_one or len(with_one) != len(with_two):
         return None
-    sharing = -(-ranks // len(beside_one))
-    return min(map(partial(_of_a_rank, sharing, reserved), beside_one, beside_two))
+    sharing = -(-ranks // len(with_one))
+    return min(map(partial(_of_a_rank, sharing, reserved), with_one, with_two))
 
 
 def _asking() -> subprocess.Popen[str]:
@@ -94,7 +94,7 @@ def _answer_of(asked: subprocess.Popen[str]) -> list[int]:
     return [int(each) for each in asked.stdout.readline().split()]
 
 
-def _of_a_rank(sharing: int, reserved: int, beside_one: int, beside_two: int) -> int:
-    """Return the bytes of each of the ranks that share a GPU, from what is free beside contexts there."""
-    context = max(0, beside_one - beside_two)
-    return (beside_one + context) // sharing - max(0, context - reserved)
+def _of_a_rank(sharing: int, reserved: int, with_one: int, with_two: int) -> int:
+    """Return the bytes of each rank on a GPU, from what is free there with one context and with two."""
+    context = max(0, with_one - with_two)
+    return (with_one + context) // sharing - max(0, context - reserved)

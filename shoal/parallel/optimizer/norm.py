@@ -61,7 +61,7 @@ def limit_gradients(owned: Sequence[Owned], norm: torch.Tensor, limit: float) ->
     """Scale this rank's part of the gradient down, if the whole gradient's norm is above `limit`."""
     gradients = [gradient for each in owned if (gradient := each.gradient) is not None]
     factor = (limit / norm).clamp(max=1.0)
-    # Only with one dtype, also of the factor, is this one kernel, and otherwise one for each gradient.
+    # This is one kernel only if the gradients and the factor have one dtype; otherwise one for each gradient.
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
-        alike = [gradient for gradient in gradients if gradient.dtype == dtype]
-        torch._foreach_mul_(alike, factor.to(dtype))
+        of_dtype = [gradient for gradient in gradients if gradient.dtype == dtype]
+        torch._foreach_mul_(of_dtype, factor.to(dtype))
