@@ -116,18 +116,27 @@ class Board:
         self._contents: dict[int, tuple[Any, ...]] = {}  # of idle workers: their last round
 
     def join(self) -> Ticket:
-        """Make a new worker a member, and give it its first shares."""
+        """Make a new worker a member, and give it its first shares.
+
+        If all shares are handed out, wait: one may be given back. The Ticket is empty once all are finished.
+        """
         with self._changed:
             state = self._state
             worker = state.joined
             state.joined += 1
             clock = min((each.clock for each in state.members.values()), default=0)
-            shares = self._hand_out()
-            if shares:
-                state.members[worker] = _Member(clock, state.round, shares, self._guard.mode.in_rounds)
-            self._note()
-            leads = worker == min(state.members, default=worker)
-            return Ticket(worker, clock, tuple(shares), self._finished, leads, self._guard.mode)
+            member = _Member(clock, state.round, self._hand_out(), self._guard.mode.in_rounds)
+            if member.shares:
+                state.members[worker] = member
+                self._note()
+                leads = worker == min(state.members)
+            else:
+                state.idle[worker] = member
+                self._wake_idle()
+                self._note()
+                self._wait(lambda: worker not in state.idle)
+                leads = state.answers[worker][1].leads
+            return Ticket(worker, clock, tuple(member.shares), self._finished, leads, self._guard.mode)
 
     def leave(self, worker: int, *, is_last: bool = False) -> None:
         """Let a worker go; the shares that it has not finished are handed out again.

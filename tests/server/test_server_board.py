@@ -109,6 +109,53 @@ def test_one_worker_alone_saves_the_end_though_the_board_tells_them_one_after_th
     assert board.retire(0)
 
 
+def join_late(board):
+    """Let a worker join in a thread; return its Tickets, and the thread, once it waits."""
+    tickets = []
+    thread = threading.Thread(target=lambda: tickets.append(board.join()), daemon=True)
+    thread.start()
+    while not (board.state()["idle"] or tickets):
+        time.sleep(0.001)
+    return tickets, thread
+
+
+@pytest.mark.parametrize("staleness", [0, math.inf])
+@pytest.mark.parametrize("through_copy", [False, True])
+def test_a_worker_that_comes_when_all_shares_are_handed_out_makes_those_of_lost_ones(staleness, through_copy):
+    kept = []
+    board = Board(Terms(workers=2, shares=2, staleness=staleness, patience=20), keep=kept.append)
+    board.join()
+    board.join()
+    tickets, thread = join_late(board)
+    if through_copy:
+        copy = Board.of(json.loads(json.dumps(kept[-1])), keep=kept.append)
+        copy.leave(0)
+        assert copy.state()["members"][2]["shares"] == [0]
+        return
+    board.leave(0)
+    board.leave(1)
+    thread.join(10)
+    assert tickets[0].shares == (0,)
+    decision = board.arrive(tickets[0].worker, tickets[0].clock, 1.0)
+    assert decision.shares == (1,)
+    end = board.arrive(tickets[0].worker, tickets[0].clock + 1, 1.0)
+    assert end.shares == ()
+    assert end.leads
+    board.leave(tickets[0].worker, is_last=True)
+    assert board.is_over
+
+
+def test_a_worker_that_comes_too_late_leaves_with_the_others_and_does_not_save():
+    board = Board(Terms(workers=1, shares=1, patience=20))
+    board.join()
+    tickets, thread = join_late(board)
+    decision = board.arrive(0, 0, 1.0)
+    thread.join(10)
+    after, _ = join_late(board)
+    assert [decision.leads, tickets[0].leads, after[0].leads] == [True, False, False]
+    assert tickets[0].shares == after[0].shares == ()
+
+
 @pytest.mark.parametrize("comes", [True, False])
 def test_a_bound_counts_from_the_beginning_of_workers_that_have_not_come(comes):
     """Until they are given up."""

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import threading
 
 import pytest
 import torch
@@ -125,19 +126,35 @@ def test_what_a_lost_worker_has_sent_is_not_applied_again(lost):
 
 @pytest.mark.parametrize("bound", [1, 3])
 def test_no_worker_is_further_ahead_than_its_bound(bound):
-    made = [0, 0, 0]
+    """The last worker stands still four times, until both others have come as far as they may."""
+    have_joined = threading.Barrier(3)  # who joins later begins at the clock of the slowest
+    changed = threading.Condition()
+    begun, sent = [0, 0, 0], [0, 0, 0]
     ahead = []
 
-    def count(worker, share, servers):
-        ahead.append(made[worker] - min(made))
-        made[worker] += 1
-        if worker == 2:
-            torch.zeros(1 << 20).exp_()  # the slowest
+    def change(worker, way):
+        arrive = way.arrive
 
-    trained = train(Terms(workers=3, shares=60, staleness=bound), workers=3, before=count)
+        def then_count(*given):
+            with changed:
+                sent[worker] += 1
+                changed.notify_all()
+            return arrive(*given)
+
+        way.arrive = then_count
+
+    def count(worker, share, servers):
+        if begun[worker] == 0:
+            have_joined.wait(30)
+        with changed:
+            ahead.append(begun[worker] - min(sent))
+            begun[worker] += 1
+            if worker == 2 and sent[2] < 4:
+                assert changed.wait_for(lambda: min(sent[:2]) > sent[2] + bound, timeout=30)
+
+    trained = train(Terms(workers=3, shares=60, staleness=bound), workers=3, before=count, change=change)
     assert not trained.errors
-    # A worker is counted when it begins: the slowest may have begun one step that is not finished.
-    assert max(ahead[: len(ahead) - 3 * (bound + 1)]) <= bound + 1
+    assert max(ahead) == bound
 
 
 def test_what_is_applied_late_is_applied_with_a_smaller_step():
