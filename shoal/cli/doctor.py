@@ -155,9 +155,9 @@ def _measured(seconds: float, record: Path | None) -> tuple[Machine, Window]:
     if seconds == 0:
         return machine, Window({}, before, 0.0)
     time.sleep(seconds)
-    passed, after = time.monotonic() - began, count(later)
+    passed, after = max(time.monotonic() - began, 1e-3), count(later)
     if record is not None:
-        (record / "seconds.txt").write_text(f"{passed:.3f}\n", encoding="utf-8")
+        (record / "seconds.txt").write_text(f"{passed}\n", encoding="utf-8")
     return machine, Window(before, after, passed)
 
 

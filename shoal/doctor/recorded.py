@@ -12,14 +12,16 @@ A recorded tree has the files under their own paths (`sys/class/net/eth0/mtu`), 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
-from typing import final
+from typing import Any, TypeVar, final
 
 from shoal.doctor.machine import Machine, Space
 
 __all__ = ["RecordedMachine", "Recorder", "command_file"]
+
+Answer = TypeVar("Answer")
 
 _MOST = 4 << 20
 
@@ -100,6 +102,9 @@ class RecordedMachine(Machine):
 class Recorder(Machine):
     """A machine that passes on what another one tells, and writes it into a tree.
 
+    Each question is asked once, and later ones get its answer. Else a recorded machine, which has one answer
+    for each, would be judged otherwise than the live one.
+
     Args:
         machine: The machine to read.
         root: The tree.
@@ -108,6 +113,7 @@ class Recorder(Machine):
     def __init__(self, machine: Machine, root: Path) -> None:
         self._machine = machine
         self._root = root
+        self._answers: dict[tuple[str, ...], Any] = {}
         self._write(
             "environment.txt", "".join(f"{key}={text}\n" for key, text in machine.environment.items())
         )
@@ -119,40 +125,51 @@ class Recorder(Machine):
 
     def read(self, path: str) -> str | None:
         """Read and record a file."""
-        text = self._machine.read(path)
-        if text is not None:
-            self._write(path, text)
-        return text
+        return self._once(("read", path), lambda: self._machine.read(path), partial(self._write, path))
 
     def names(self, path: str) -> Sequence[str]:
         """List and record a folder; files that nobody reads are recorded empty."""
-        names = self._machine.names(path)
-        for name in names:
-            place = _inside(self._root, f"{path}/{name}")
-            if place is not None and not place.exists():
-                place.mkdir(parents=True)
-        return names
+
+        def record(names: Sequence[str]) -> None:
+            for name in names:
+                place = _inside(self._root, f"{path}/{name}")
+                if place is not None and not place.exists():
+                    place.mkdir(parents=True)
+
+        return self._once(("names", path), lambda: self._machine.names(path), record)
 
     def resolve(self, path: str) -> str:
         """Follow and record a link."""
-        target = self._machine.resolve(path)
-        if target:
-            self._append("links.txt", f"{path} -> {target}\n")
-        return target
+
+        def record(target: str) -> None:
+            if target:
+                self._append("links.txt", f"{path} -> {target}\n")
+
+        return self._once(("resolve", path), lambda: self._machine.resolve(path), record)
 
     def run(self, *command: str) -> str | None:
         """Run a command and record what it prints."""
-        output = self._machine.run(*command)
-        if output is not None:
-            self._write(f"commands/{command_file(command)}", output)
-        return output
+        place = f"commands/{command_file(command)}"
+        return self._once(("run", *command), lambda: self._machine.run(*command), partial(self._write, place))
 
     def space(self, path: str) -> Space | None:
         """Ask for and record the space of a file system."""
-        found = self._machine.space(path)
-        if found is not None:
+
+        def record(found: Space) -> None:
             self._append("spaces.txt", f"{path} {found.total} {found.free}\n")
-        return found
+
+        return self._once(("space", path), lambda: self._machine.space(path), record)
+
+    def _once(
+        self, question: tuple[str, ...], ask: Callable[[], Answer], record: Callable[[Any], None]
+    ) -> Answer:
+        """Ask the machine and record its answer, unless it has answered already."""
+        if question not in self._answers:
+            answer = self._answers[question] = ask()
+            if answer is not None:
+                record(answer)
+        known: Answer = self._answers[question]
+        return known
 
     def _write(self, path: str, text: str) -> None:
         place = _inside(self._root, path)

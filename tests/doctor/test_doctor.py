@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from recorded_nodes import GPUS, SECONDS, WORDS, Node
 
 from shoal.cli.main import main
 from shoal.doctor import Finding, HostReport, LiveMachine, Verdict, across_hosts, examine_quickly
+from shoal.doctor.machine import Machine, Space
+from shoal.doctor.recorded import RecordedMachine
 
 LOG_RDMA = """\
 node1:924:1152 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>
@@ -206,6 +209,50 @@ def test_a_recorded_machine_examines_as_the_live_one_did(
     main(["doctor", "--root", str(tmp_path / "here")])
     assert capsys.readouterr().out == live
     assert main(["doctor", "--record", str(tmp_path / "here")]) == 2
+
+
+def test_a_recorded_machine_has_the_answers_that_the_live_one_was_judged_by(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside a process that works at each reading, and a disk that fills."""
+    busy = Busy(RecordedMachine(Node().write(tmp_path / "node")))
+    monkeypatch.setattr("shoal.cli.doctor.LiveMachine", lambda: busy)
+    main(["doctor", "--seconds", "0.01", "--record", str(tmp_path / "copy")])
+    live = capsys.readouterr().out
+    assert "compiler (process 4711)" in live
+    main(["doctor", "--root", str(tmp_path / "copy")])
+    assert capsys.readouterr().out == live
+
+
+class Busy(Machine):
+    """Between two readings of this machine process 4711 makes 1,000 ticks, and the disk loses a tenth."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._readings = 0
+
+    @property
+    def environment(self) -> Mapping[str, str]:
+        return self._machine.environment
+
+    def read(self, path: str) -> str | None:
+        if path != "/proc/4711/stat":
+            return self._machine.read(path)
+        self._readings += 1
+        return f"4711 (compiler) R {'0 ' * 10}{1000 * self._readings} 0 {'0 ' * 23}3 0\n"
+
+    def names(self, path: str) -> Sequence[str]:
+        return ["4711"] if path == "/proc" else self._machine.names(path)
+
+    def resolve(self, path: str) -> str:
+        return self._machine.resolve(path)
+
+    def run(self, *command: str) -> str | None:
+        return self._machine.run(*command)
+
+    def space(self, path: str) -> Space | None:
+        self._readings += 1
+        return Space(10**12, int(10**12 * 0.9**self._readings))
 
 
 def test_hostile_trees_are_read_without_an_error_and_not_left(
