@@ -65,7 +65,7 @@ class Turns:
 
     def _wait(self, is_over: Callable[[], bool]) -> None:
         with self._changed:
-            assert self._changed.wait_for(is_over, timeout=30)
+            assert self._changed.wait_for(is_over, timeout=120)
 
     def _count(self, name: str) -> None:
         with self._changed:

@@ -55,7 +55,7 @@ class RankPool:
         self._workers: list[tuple[multiprocessing.process.BaseProcess, Connection]] = []
 
     def run(
-        self, function: Callable[..., Result], ranks: int, *arguments: Any, timeout: float = 120.0
+        self, function: Callable[..., Result], ranks: int, *arguments: Any, timeout: float = 600.0
     ) -> list[Result]:
         """Call `function(*arguments)` on every rank, within a default process group of that many ranks.
 

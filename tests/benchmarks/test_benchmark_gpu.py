@@ -122,12 +122,12 @@ def test_paths_of_the_machine_are_in_no_page(simulated):
 
 def test_lines_are_there_when_a_row_ends_and_a_signal_ends_all_rows(tmp_path):
     process = started("--simulated", "--out", tmp_path, "--logs", tmp_path / "logs", "--from", 5)
-    file, until = tmp_path / "logs" / "001.json", time.monotonic() + 60
+    file, until = tmp_path / "logs" / "001.json", time.monotonic() + 120
     while not (file.is_file() and "child" in file.read_text()) and time.monotonic() < until:
         time.sleep(0.02)
     child = int(re.search(r"child (\d+)", file.read_text())[1])
     process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     lines = read_lines(tmp_path / "gpu.jsonl")
     assert [line.number for line in lines] == list(range(5, 15))
     assert {line.outcome for line in lines} == {"not run"}
@@ -216,11 +216,11 @@ def test_a_file_with_strange_lines_takes_the_next_run(tmp_path):
 
 def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
     with started("--simulated", "--out", tmp_path, "--only", "hangs") as first:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 120
         while not (tmp_path / "gpu.jsonl").exists() and time.monotonic() < until:
             time.sleep(0.02)
         code, _, errors = run("--simulated", "--out", tmp_path, "--only", "right")
-        first.communicate(timeout=60)
+        first.communicate(timeout=120)
     assert code == 2
     assert "another run writes" in errors
 
@@ -236,11 +236,11 @@ def test_a_terminal_that_is_closed_ends_nothing(tmp_path):
     os.close(read)
     options = {"stdout": write, "stderr": write, "preexec_fn": ignore}  # nobody reads
     with subprocess.Popen(command, **options) as process:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 120
         while not (tmp_path / "gpu.jsonl").exists() and time.monotonic() < until:
             time.sleep(0.02)
         process.send_signal(signal.SIGHUP)
-        process.wait(timeout=60)
+        process.wait(timeout=120)
     os.close(write)
     assert [each.outcome for each in read_lines(tmp_path / "gpu.jsonl")] == ["hung", "right"]
 

@@ -45,7 +45,7 @@ class ThreadExchange:
 def on_ranks(size: int, function: Callable[[Coordinator], Any]) -> list[Any]:
     """What `function` returned on each of `size` ranks, or the ShoalError that it raised there."""
     slots: list[Any] = [None] * size
-    barrier = threading.Barrier(size, timeout=30)
+    barrier = threading.Barrier(size, timeout=120)
     results: list[Any] = [None] * size
 
     def run(rank: int) -> None:

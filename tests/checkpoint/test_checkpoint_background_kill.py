@@ -56,7 +56,7 @@ def kill_at(delay: float, both: bool, folder: Path) -> tuple[int, int]:
 
     children = [fork(lambda r=rank: train(r)) for rank in range(2)]
     try:
-        until = time.monotonic() + 20
+        until = time.monotonic() + 120
         while not (told.exists() and told.read_text()) and time.monotonic() < until:
             time.sleep(0.01)
         time.sleep(delay)

@@ -31,7 +31,7 @@ def pieces(value, elements=10_000):
 
 def test_training_goes_on_while_a_thread_touches_and_locks_the_memory(runtime):
     may_lock, staging = threading.Event(), Staging()
-    runtime.at_register = lambda: may_lock.wait(10)
+    runtime.at_register = lambda: may_lock.wait(120)
     staging.reserve(pieces(1))
     staging.prepare()
     assert not runtime.locked  # and yet the call has returned

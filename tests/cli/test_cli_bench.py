@@ -90,10 +90,10 @@ def test_ctrl_c_ends_it_without_a_traceback_and_without_processes_left():
     assert process.stdout is not None
     process.stdout.readline()  # of the first size; dozens are still to come
     os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "Traceback" not in errors
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while is_group(process.pid):  # the kernel may still be clearing away the last of it
         assert time.monotonic() < deadline
         time.sleep(0.05)

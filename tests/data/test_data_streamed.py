@@ -169,7 +169,7 @@ def test_every_number_of_ranks_and_workers_sees_the_samples_of_the_reference(
     assert len(samples[0]) == sum(sizes)
     for each in ("store0", "store2"):
         # Threads still make chunks ahead: each is there for a moment before the oldest one is deleted.
-        end = time.monotonic() + 30
+        end = time.monotonic() + 120
         while len(kept := list((tmp_path / each).glob("chunk-*.tokens"))) > 3 * width:
             assert time.monotonic() < end, kept
             time.sleep(0.01)

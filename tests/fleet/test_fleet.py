@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 
 import pytest
 from agent_stand_ins import DONE, LOST, UNREACHABLE, WAITS, Fails, Network, OldVersion, Stops
@@ -122,12 +121,10 @@ def test_a_signal_ends_all_hosts_with_the_exit_code_that_requeues():
 
 def test_a_signal_during_the_pause_ends_with_the_failure():
     threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-    policy = Policy(least=1, most=1, restarts=3, pause=30)
+    policy = Policy(least=1, most=1, restarts=3, pause=3600)
     network = Network({"a": [Fails("ValueError: a")]})
-    began = time.monotonic()
     with pytest.raises(WorkerError, match="ValueError: a"):
         train_on(lambda: [Host("a")], WORK, policy, network.open_channel)
-    assert time.monotonic() - began < 20
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.integers(1, 8), st.integers(0, 3))

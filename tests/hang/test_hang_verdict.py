@@ -194,7 +194,7 @@ def test_a_torn_or_foreign_ledger_is_none(tmp_path: Path) -> None:
 
 def test_the_kernel_tells_where_a_process_waits() -> None:
     with subprocess.Popen(["sleep", "60"]) as child:
-        until = time.monotonic() + 20
+        until = time.monotonic() + 120
         while place_of(Process.look(child.pid)).cause is not Cause.SLEEP:
             assert time.monotonic() < until
         child.send_signal(signal.SIGSTOP)

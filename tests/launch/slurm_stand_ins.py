@@ -51,7 +51,7 @@ class SlurmCluster:
             daemon.terminate()
         for daemon in self._daemons:
             try:
-                daemon.wait(10)
+                daemon.wait(120)
             except subprocess.TimeoutExpired:
                 daemon.kill()
                 daemon.wait()
@@ -146,7 +146,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=
             self._daemons.append(subprocess.Popen(command, stdout=out, stderr=out, env=given))
 
     def _wait_for(self, condition):
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not condition():
             ended = [daemon.args for daemon in self._daemons if daemon.poll() is not None]
             assert not ended, f"{ended} ended: {self._said()}"

@@ -88,7 +88,7 @@ class SshServer:
         with said.open("w") as log:
             command = [*within, _SSHD, "-D", "-e", "-f", str(settings)]
             self._servers.append(subprocess.Popen(command, stderr=log))
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 120
         while "Server listening" not in said.read_text():
             assert time.monotonic() < deadline, said.read_text()
             time.sleep(0.02)

@@ -74,7 +74,7 @@ def join_on(gpus: list[str], port: int) -> tuple[str, list[str], list[bool]]:
     ):
         assert identity_of(torch.device("cuda", 0)) == gpus[rank]
         told_before = lambda backend: had_group.append(dist.is_initialized())  # noqa: E731
-        join(world, torch.device("cuda", 0), timeout=60, beforehand=told_before)
+        join(world, torch.device("cuda", 0), timeout=120, beforehand=told_before)
     told = [""] * ranks
     dist.all_gather_object(told, f"rank {rank}")
     return dist.get_backend_config(), told, had_group

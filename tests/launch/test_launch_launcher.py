@@ -45,7 +45,7 @@ def launched(program, count, environment, logs, grace=None):
 @pytest.fixture
 def run(ranks):
     return lambda program, count=2, environment=None, logs=None, grace=None: ranks.run(
-        launched, 1, program, count, {} if environment is None else environment, logs, grace, timeout=60
+        launched, 1, program, count, {} if environment is None else environment, logs, grace, timeout=120
     )[0]
 
 
@@ -260,7 +260,7 @@ if rank == 5:
     end(1, error="ValueError: five")
 time.sleep(60)
 """
-    (ended, told) = ranks.run(on_node, 1, program, tmp_path / "out", timeout=60)[0]
+    (ended, told) = ranks.run(on_node, 1, program, tmp_path / "out", timeout=120)[0]
     assert json.loads((tmp_path / "4").read_text()) == ["4", "0", "8", "2", "2", "node1", "4000", False]
     assert json.loads((tmp_path / "5").read_text()) == ["5", "1", "8", "2", "2", "node1", "4000", False]
     assert sorted(told.splitlines()) == ["[node3 rank 4] a word", "[node3 rank 5] a word"]

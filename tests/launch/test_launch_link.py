@@ -50,7 +50,7 @@ def test_messages_arrive_in_order_whatever_their_size(gate):
     sent = [{"kind": "a kind"}, {}, {"text": "x" * 1_000_000}, {"number": 3}]
     for each in sent:
         link.send(each)
-    assert done.wait(20)
+    assert done.wait(120)
     assert got == sent
     link.close()
 
@@ -67,7 +67,7 @@ def test_who_has_another_token_is_refused_and_learns_nothing(gate):
         with contextlib.suppress(ConnectionResetError):
             assert stranger.recv(1000) == b""
     dial(address, TOKEN).send({"kind": "a kind"})
-    until = time.monotonic() + 20
+    until = time.monotonic() + 120
     while not served and time.monotonic() < until:
         time.sleep(0.01)
     assert served == [{"kind": "a kind"}]
@@ -99,11 +99,11 @@ def test_ranks_of_another_host_use_the_store_until_their_session_ends(gate):
         assert store.get("key") == b"value" * 100_000
         sessions.clear()
         pump.end("one")
-        until = time.monotonic() + 20
+        until = time.monotonic() + 120
         while _has(there, "key") and time.monotonic() < until:
             time.sleep(0.01)
         assert not _has(there, "key")
-        with socket.create_connection(("127.0.0.1", door.port), timeout=20) as again:
+        with socket.create_connection(("127.0.0.1", door.port), timeout=120) as again:
             assert not again.recv(1), "it is refused"
         door.close()
         pump.close()

@@ -84,7 +84,7 @@ def test_a_rank_ends_with_its_launcher_however_that_ends():
         process = int(launcher.stdout.readline())
         launcher.kill()
         try:
-            launcher.communicate(timeout=20)  # which ends when the rank no longer holds the pipe
+            launcher.communicate(timeout=120)  # which ends when the rank no longer holds the pipe
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)

@@ -170,7 +170,7 @@ def train_unevenly(plan):
 @pytest.mark.parametrize("shard", SHARDS[:2])
 def test_ranks_that_meet_within_a_backward_need_not_have_the_same_gradients(ranks, shard):
     """The buckets are small: several would be waited for before the meeting."""
-    results = ranks.run(train_unevenly, 2, f"dp=2,shard={shard},bucket=16KiB", timeout=60)
+    results = ranks.run(train_unevenly, 2, f"dp=2,shard={shard},bucket=16KiB", timeout=120)
     assert all(value is not None for result in results for value in result.values())
 
 

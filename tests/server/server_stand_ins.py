@@ -83,7 +83,7 @@ def train(
     threads = [threading.Thread(target=server.run, daemon=True) for server in here]
 
     def work(number: int) -> None:
-        way = Servers([server.address for server in here], "word", mirrored=mirrored, timeout=20)
+        way = Servers([server.address for server in here], "word", mirrored=mirrored, timeout=120)
         change(number, way)
         try:
             parallel = parallelize(model(), Plan())
@@ -118,7 +118,7 @@ def train(
     for thread in threads + working:
         thread.start()
     for thread in working:
-        thread.join(60)
+        thread.join(120)
     assert not any(thread.is_alive() for thread in working)
     for server in here:
         server.close()

@@ -118,7 +118,7 @@ def test_kubectl_takes_the_text_in_a_dry_run(form, tmp_path):
     with kubernetes() as server:
         command = ["kubectl", "--server", server, *words]
         ended = subprocess.run(
-            command, input=JOB.text(form), capture_output=True, text=True, env=home, timeout=60
+            command, input=JOB.text(form), capture_output=True, text=True, env=home, timeout=120
         )
     assert ended.returncode == 0, ended.stderr
     made = list(yaml.safe_load_all(ended.stdout))

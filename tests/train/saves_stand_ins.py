@@ -54,7 +54,7 @@ def slow_disk() -> Iterator[None]:
 
     def sync(self: RealFiles, file: FileIO) -> None:
         if threading.current_thread().name == "shoal save":
-            is_waited_for.wait(30)
+            is_waited_for.wait(120)
             time.sleep(0.15)
 
     def wait(self: Background, seconds: float | None = None) -> None:

@@ -42,7 +42,7 @@ def train(plan: str, addresses: Any, clip: float | None) -> dict[str, Any]:
         steps=STEPS,
         loss=nn.functional.mse_loss,
         optimizer=OptimizerConfig(learning_rate=1e-2, clip=clip),
-        servers=None if addresses is None else Servers(addresses, "word", timeout=30),
+        servers=None if addresses is None else Servers(addresses, "word", timeout=120),
     )
     results = []
     while trainer.step_count < STEPS:

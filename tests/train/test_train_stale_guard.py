@@ -99,7 +99,7 @@ def served(tmp_path, config, turns):
     threading.Thread(target=server.run, daemon=True).start()
 
     def work(number):
-        way = Servers([server.address], "word", timeout=30)
+        way = Servers([server.address], "word", timeout=120)
         turns.guide(number, way)
         record = {"run": tmp_path / "run"} if number == 0 else {}
         one = trainer(plan, config, servers=way, **record)

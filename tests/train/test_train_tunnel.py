@@ -59,7 +59,7 @@ def tunnel(network: Hosts, folder: Path) -> Iterator[None]:
             )
             stack.callback(process.wait)
             stack.callback(process.terminate)
-            until = time.monotonic() + 20
+            until = time.monotonic() + 120
             while device not in output(*entered, "ip", "link"):
                 assert time.monotonic() < until
                 time.sleep(0.05)
