@@ -197,8 +197,8 @@ def on_links_that_become_quick(plan, last):
     """What was decided until dense steps are back, or step 1,200, and what is followed then."""
 
     def is_back(trainer, decisions):
-        measured = [each.step for each in decisions if "dense seconds" in each.numbers]
-        return measured[-1:] > [last] and trainer._guide.followed == DENSE
+        measured = [each.numbers["dense seconds"] for each in decisions if "dense seconds" in each.numbers]
+        return bool(measured) and measured[-1] < 2 * COMPUTE and trainer._guide.followed == DENSE
 
     decisions, _, trainer = guided(plan, 1200, network=Clock(0, last), until=is_back)
     return [(each.exchange, each.numbers) for each in decisions], trainer._guide.followed
