@@ -4,6 +4,7 @@
 # make test-oldest  runs what depends on torch and transformers with the oldest releases that pyproject.toml allows
 # make fuzz     reads random bytes as each kind of input, SECONDS (1800) for each; `make -C csrc fuzz`: the wire protocol
 # make gpu      the acceptance run on a GPU, with the torch of PYTHON as it is: MINUTES=7 ARGS="--from 12"
+# make test-repeat  make test, TIMES=10 times, with BUSY=4 processes at work beside it; keeps a line of each
 # make test-faults  plants faults in a copy of the code, one at a time, and tells which the tests miss
 #
 # What a target needs is set up once: a second call does no set-up work again.
@@ -26,7 +27,7 @@ OLDEST_TESTS := tests/models tests/trace tests/parallel tests/checkpoint/test_ch
 
 MINUTES ?= 7
 
-.PHONY: train test test-long test-faults test-oldest fuzz gpu lint docs bench clean
+.PHONY: train test test-long test-repeat test-faults test-oldest fuzz gpu lint docs bench clean
 
 train: $(VENV)/.ready
 	$(BIN)/shoal train $(ARGS)
@@ -36,6 +37,12 @@ test: lint
 
 test-long: lint $(VENV)/.ready-store $(VENV)/.ready-browser $(VENV)/.ready-launch
 	$(TESTING) $(BIN)/pytest -m long
+
+TIMES ?= 1
+BUSY ?= 0
+
+test-repeat: $(VENV)/.ready-dev
+	$(BIN)/python tests/repeat.py --times $(TIMES) --busy $(BUSY)
 
 test-faults: $(VENV)/.ready-dev
 	$(BIN)/python tests/faults/plant.py --jobs 2 $(ARGS)

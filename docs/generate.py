@@ -91,6 +91,7 @@ def _part(name: str) -> str:
         "plan": _plan,
         "policy of verdicts": _policy,
         "presets": _presets,
+        "runs of the tests": _test_runs,
         "schedules compared": _schedules,
         "slowest of many": lambda: _table(*slowest_rows()),
         "the zoo": _zoo,
@@ -238,6 +239,20 @@ def _sent() -> str:
         values = [bytes_sent(formula, shape, ranks=ranks, tokens=tokens, width=2) for formula in formulas]
         rows.append([f"`{strategy}`", *(f"`{formula}`" for formula in formulas), *map(format_bytes, values)])
     return _table(["", "forward", "backward", "example: forward", "backward"], rows)
+
+
+def _test_runs() -> str:
+    """The lines that `make test-repeat` keeps, the newest first."""
+    lines = (ROOT / "docs" / "reference" / "test-runs.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = []
+    for line in map(json.loads, reversed(lines)):
+        found = f"{line['passed']:,} passed, {line['skipped']} skipped"
+        if line["failed"]:
+            found = "; ".join([found, *(f"failed: `{each}`" for each in line["failed"])])
+        where = f"{line['machine']}, Python {line['python']}, torch {line['torch']}"
+        minutes = f"{line['seconds'] / 60:.1f}"
+        rows.append([line["date"], f"`{line['commit']}`", where, str(line["busy"]), minutes, found])
+    return _table(["date, UTC", "commit", "machine", "busy processes beside it", "minutes", "result"], rows)
 
 
 def _zoo() -> str:

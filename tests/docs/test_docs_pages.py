@@ -59,6 +59,7 @@ def test_every_key_setting_layer_and_example_is_on_a_page():
         "plan",
         "policy of verdicts",
         "presets",
+        "runs of the tests",
         "schedules compared",
         "shoal cluster export dgx-h100:64",
         "shoal cluster show examples/12_cluster.toml",
