@@ -48,6 +48,9 @@ __all__ = ["Loaded", "OwnTraining", "all_ranks", "load", "load_training", "save"
 _RATES = "local_updates_rates"
 """Key of `LocalUpdates.rates`, in the checkpoint's state."""
 
+_STEPS = "exchange_steps"
+"""Key of the steps made, in the checkpoint's state: its number may be another one."""
+
 _OWN = "own"
 """Key of the caller's state, in the checkpoint's state."""
 
@@ -208,8 +211,11 @@ def training_to_save(
 
     digests = attempt_together(coordinator, purpose, find)
     buffers = differing_buffers(mine, coordinator.rank, digests)
-    pieces += _of_rank(coordinator.rank, buffers, {**(of_rank or {}), **kept_by_exchanges(parallel)})
+    exchanged = kept_by_exchanges(parallel, optimizer)
+    pieces += _of_rank(coordinator.rank, buffers, {**(of_rank or {}), **exchanged})
     kept = dict(state)
+    if (steps := _steps_of(parallel, optimizer)) is not None:
+        kept[_STEPS] = steps
     if optimizer is not None:
         kept["optimizer"] = title_of(optimizer)
     if isinstance(optimizer, LocalUpdates):
@@ -269,12 +275,15 @@ def load_training(
     parallel.changed()
     note_loaded(parallel)
     of_optimizer.finish()
-    if isinstance(optimizer, LocalUpdates):
-        rate, highest = state.get(_RATES, (0.0, 0.0))
-        optimizer.set_step(manifest.step, (rate, highest))
-    elif isinstance(optimizer, GuidedUpdates):
-        optimizer.set_step(manifest.step)
-    restore_exchanges(parallel, kept)
+    restore_exchanges(parallel, optimizer, kept)
+    if optimizer is not None:
+        steps = state.get(_STEPS, manifest.step)
+        parallel.set_step(steps)
+        if isinstance(optimizer, LocalUpdates):
+            rate, highest = state.get(_RATES, (0.0, 0.0))
+            optimizer.set_step(steps, (rate, highest))
+        elif isinstance(optimizer, GuidedUpdates):
+            optimizer.set_step(steps)
     return Loaded(state, is_same_layout)
 
 
@@ -298,6 +307,13 @@ def _require_same(
             f"{checkpoint} has the state of {kept}, and the optimizer is now {title_of(optimizer)}: use the "
             "same optimizer, or load only the weights"
         )
+
+
+def _steps_of(parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> int | None:
+    """Return the steps made, as far as the exchange depends on them; None if it does not."""
+    if isinstance(optimizer, (LocalUpdates, GuidedUpdates)):
+        return optimizer.steps
+    return max((each.compressing.step for each in parallel.strategies if each.compressing), default=None)
 
 
 def _of_rank(
