@@ -213,13 +213,9 @@ def training_to_save(
     buffers = differing_buffers(mine, coordinator.rank, digests)
     exchanged = kept_by_exchanges(parallel, optimizer)
     pieces += _of_rank(coordinator.rank, buffers, {**(of_rank or {}), **exchanged})
-    kept = dict(state)
-    if (steps := _steps_of(parallel, optimizer)) is not None:
-        kept[_STEPS] = steps
+    kept = {**state, **_progress_of(parallel, optimizer)}
     if optimizer is not None:
         kept["optimizer"] = title_of(optimizer)
-    if isinstance(optimizer, LocalUpdates):
-        kept[_RATES] = optimizer.rates
     return pieces, kept
 
 
@@ -309,11 +305,14 @@ def _require_same(
         )
 
 
-def _steps_of(parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> int | None:
-    """Return the steps made, as far as the exchange depends on them; None if it does not."""
-    if isinstance(optimizer, (LocalUpdates, GuidedUpdates)):
-        return optimizer.steps
-    return max((each.compressing.step for each in parallel.strategies if each.compressing), default=None)
+def _progress_of(parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Return the steps made, and what else of them the exchange depends on, for a checkpoint's state."""
+    if isinstance(optimizer, LocalUpdates):
+        return {_STEPS: optimizer.steps, _RATES: optimizer.rates}
+    if isinstance(optimizer, GuidedUpdates):
+        return {_STEPS: optimizer.steps}
+    steps = [each.compressing.step for each in parallel.strategies if each.compressing is not None]
+    return {_STEPS: max(steps)} if steps else {}
 
 
 def _of_rank(

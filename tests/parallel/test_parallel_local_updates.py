@@ -103,11 +103,11 @@ class Experts(nn.Module):
         return sum((self.experts[number] * factor).square().sum() for number in used)
 
 
-def idle(is_dense):
+def idle(layout, is_dense):
     """This worker's gradients or moments, and merged ones: worker i uses experts i and 2, nobody the last."""
-    worker = dist.get_rank()
     model = Experts()
-    parallel = parallelize(model, f"dp=2,exchange=local,every=2,dense={int(is_dense)}")
+    parallel = parallelize(model, f"{layout},exchange=local,every=2,dense={int(is_dense)}")
+    worker = parallel.axes.workers.index
     inner = torch.optim.AdamW(parallel.parameters(), lr=0.1, weight_decay=0.0)
     optimizer = LocalUpdates(parallel, inner)
 
@@ -117,7 +117,7 @@ def idle(is_dense):
             moment = inner.state.get(each.parameter, {})
             value = each.gradient if is_dense else moment.get("exp_avg")
             steps = None if is_dense or not moment else float(moment["step"])
-            values[each.name] = None if value is None else (value.clone(), steps)
+            values[each.name] = None if value is None else (local(value).clone(), steps)
         return values
 
     if is_dense:
@@ -135,8 +135,11 @@ def idle(is_dense):
 
 
 @pytest.mark.parametrize("is_dense", [True, False])
-def test_a_parameter_that_some_workers_use_is_averaged_with_zeros_of_the_others(ranks, is_dense):
-    (own, merged), (other, merged_there) = ranks.run(idle, 2, is_dense)
+@pytest.mark.parametrize("layout", ["dp=2", "dp=4,shard=zero1,replicate=2", "dp=4,shard=zero3,replicate=2"])
+def test_a_parameter_that_some_workers_use_is_averaged_with_zeros_of_the_others(ranks, layout, is_dense):
+    size = int(layout[3])
+    results = ranks.run(idle, size, layout, is_dense)
+    (own, merged), (other, merged_there) = results[0], results[size // 2]
     assert merged.keys() == merged_there.keys()
     assert merged["experts.3"] is None
     for name in ("experts.0", "experts.1", "experts.2"):

@@ -122,7 +122,9 @@ def whole_at_the_end(plan, folder):
     return found
 
 
-@pytest.mark.parametrize("settings", ["every=4,fragments=4", "every=4,fragments=2,delay=1,compress=topk:8"])
+@pytest.mark.parametrize(
+    "settings", ["every=3,fragments=3", "every=3,fragments=2,compress=topk:8", "every=6,fragments=2,delay=2"]
+)
 def test_workers_are_equal_after_the_last_step_and_in_each_checkpoint(ranks, tmp_path, settings):
     one, other = ranks.run(whole_at_the_end, 2, f"dp=2,exchange=local,{settings}", tmp_path)
     for number, ((merged, last, saved, loaded), (_, last_there, saved_there, _)) in enumerate(

@@ -203,7 +203,7 @@ class LocalUpdates(Composed):
         self._rounds.set_step(steps, rates)
         self._loads = Counter(self._parallel.loads)
         self._merges.remember()
-        self._merges.take_errors()
+        self._merges.take_state()
 
     def parts(self, owned: Sequence[Owned]) -> Sequence[OptimizerPart]:
         """See `Composed.parts`."""
@@ -237,7 +237,7 @@ class LocalUpdates(Composed):
             self._inner.take()
         self._merges.drop()
         self._merges.part()
-        self._merges.take_errors()
+        self._merges.take_state()
         self._has_state = True
 
     def _advance(self) -> None:

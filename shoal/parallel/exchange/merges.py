@@ -136,8 +136,14 @@ class Merges:
         for *_, pending in [] if merge is None else merge.moved:
             pending.wait()
 
-    def take_errors(self) -> None:
-        """Go on with what compression left out as the state has it, an equal part on each worker."""
+    @torch.no_grad()
+    def take_state(self) -> None:
+        """Go on with `outer`: an equal part of what compression left out on each worker.
+
+        The present values are those after the last merge where it has none.
+        """
+        for each in self._parallel.owned:
+            self.outer.anchor(each)
         for sent in self._sent:
             owned = sent.parameters.owned
             errors = [error for each in owned if (error := self.outer.error(each)) is not None]
