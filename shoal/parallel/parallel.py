@@ -50,6 +50,7 @@ class Parallel(nn.Module):
         device: This rank's device.
         strategies: One for each stage of this rank.
         storage: Where state is kept outside of the device; None if all is on it.
+        loads: How often each trained parameter's values were loaded, by its name; whoever loads counts.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Parallel(nn.Module):
         self._cuts = cuts
         self.strategies = strategies
         self._state = State(module, whole, self.owned, self.frozen, cuts, axes)
+        self.loads = self._state.loads
         self._pipeline = pipeline
         self.device = device
         self.storage = storage
@@ -302,8 +304,7 @@ class Parallel(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also those of a step that was abandoned between its micro-batches.
 
-        After a whole step the optimizer's own `zero_grad` is enough. `set_to_none` is ignored: gradients
-        always become None.
+        After a whole step the optimizer's own `zero_grad` is enough. Gradients always become None.
         """
         if self._pipeline is not None:
             self._pipeline.clear()
@@ -329,13 +330,12 @@ class Parallel(nn.Module):
             On rank 0, copies on the CPU, with trained parameters in fp32, as the optimizer has them; on other
             ranks an empty dict.
         """
-        keeps = self.axes.world.index == 0
         state = {}
         parts = self._whole.gather(
             self.module, self.owned, self.frozen, self._cuts, self.axes.world, self.device
         )
         for key, tensor in parts:
-            if keeps:
+            if self.axes.world.index == 0:
                 state[key] = tensor.to("cpu", copy=True)
         return state
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -29,6 +30,9 @@ class State:
         frozen: This rank's parts of the other parameters.
         cuts: This rank's block of each parameter that tp or ep cuts, by name.
         axes: The axes that the model is laid over.
+
+    Attributes:
+        loads: How often each trained parameter's values were loaded, by its name; whoever loads counts.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class State:
         self._frozen = {each.name: each for each in frozen}
         self._cuts = cuts
         self._axes = axes
+        self.loads: Counter[str] = Counter()
 
     def named(self) -> dict[str, torch.Tensor]:
         """Return this rank's `state_dict`; its DTensors lie in the memory where training keeps them.
@@ -89,6 +94,7 @@ class State:
         )
         for key, take in list(self._takers(given)):
             take(given[key])
+        self.loads.update({self._whole.keys[key] for key in given if key in self._whole.keys})
         return missing, unexpected
 
     def load_from_first(self, given: Mapping[str, torch.Tensor]) -> None:
@@ -111,6 +117,7 @@ class State:
             world.broadcast(tensor, f"whole {key}").wait()
             if key in takers:
                 takers[key](tensor)
+        self.loads.update(self._owned)
 
     @property
     def _device(self) -> torch.device:

@@ -21,7 +21,7 @@ from shoal.checkpoint import (
 from shoal.errors import CheckpointError, ConfigError, nearest
 from shoal.models import is_adapter, plain_name
 from shoal.parallel import LocalUpdates
-from shoal.train.put_off import give_put_off_values
+from shoal.train.put_off import give_put_off_values, note_loaded
 from shoal.train.state import pieces_to_load
 from shoal.train.trainer import Trainer
 
@@ -59,6 +59,7 @@ def begin_from(trainer: Trainer, given: str, say: Callable[[str], object]) -> No
         raise CheckpointError(f"{given} has no sound checkpoint")
     wanted.finish()
     parallel.changed()
+    note_loaded(parallel)
     _begin_here(trainer)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from shoal.data import Feed, Loader, all_targets_count, open_feed
 from shoal.models import tensors_in
-from shoal.parallel import Parallel
+from shoal.parallel import Axis, Parallel
 from shoal.parallel.communication import Pending
 from shoal.parallel.micro_batches import run_one_by_one
 from shoal.record import Recorder
@@ -89,18 +89,21 @@ class Passes:
         self._follows: int | None = None  # position after the last batch
         parallel.set_micro_batches(self._count)
 
-    def run(self, position: int, *, stop: bool) -> Passed:
+    def run(self, position: int, *, stop: bool, counted_over: Axis | None = None) -> Passed:
         """Leave the gradient of a batch at the ranks' owned parameters.
 
         Args:
             position: Position of the batch's first sample in all data.
             stop: Whether this rank was asked to stop.
+            counted_over: The ranks over whose elements that count the loss is a mean; by default those whose
+                gradients are averaged here.
         """
         passed = Passed()
         if position != self._follows:
             self.close()
         self._follows = position + self._loader.batch_size
-        micro_batches, weights = self._take(self._open_feed(position), passed)
+        averaged = self._parallel.axes.averaged if counted_over is None else counted_over
+        micro_batches, weights = self._take(self._open_feed(position), passed, averaged)
         total = self._with_pipeline if self._parallel.plan.pp > 1 else self._one_by_one
         report = total(micro_batches, weights, passed, position, stop)
         loss, passed.stop = report.unbind()
@@ -130,7 +133,9 @@ class Passes:
             )
         return self._feed
 
-    def _take(self, feed: Iterator[Any], passed: Passed) -> tuple[Iterator[MicroBatch], Weights | None]:
+    def _take(
+        self, feed: Iterator[Any], passed: Passed, averaged: Axis
+    ) -> tuple[Iterator[MicroBatch], Weights | None]:
         """Return this rank's micro-batches of the step: one by one, or all if they must be counted first.
 
         If ranks are padded, the last one comes again, without elements that count.
@@ -148,7 +153,6 @@ class Passes:
 
         coming = micro_batches()
         first = next(coming)
-        averaged = self._parallel.axes.averaged
         if not first.may_differ:
             return _joined([first], coming), None
         held = [first, *coming]

@@ -48,6 +48,9 @@ __all__ = ["Loaded", "OwnTraining", "all_ranks", "load", "load_training", "save"
 _RATES = "local_updates_rates"
 """Key of `LocalUpdates.rates`, in the checkpoint's state."""
 
+_STEPS = "exchange_steps"
+"""Key of the steps made, in the checkpoint's state: its number may be another one."""
+
 _OWN = "own"
 """Key of the caller's state, in the checkpoint's state."""
 
@@ -208,12 +211,11 @@ def training_to_save(
 
     digests = attempt_together(coordinator, purpose, find)
     buffers = differing_buffers(mine, coordinator.rank, digests)
-    pieces += _of_rank(coordinator.rank, buffers, {**(of_rank or {}), **kept_by_exchanges(parallel)})
-    kept = dict(state)
+    exchanged = kept_by_exchanges(parallel, optimizer)
+    pieces += _of_rank(coordinator.rank, buffers, {**(of_rank or {}), **exchanged})
+    kept = {**state, **_progress_of(parallel, optimizer)}
     if optimizer is not None:
         kept["optimizer"] = title_of(optimizer)
-    if isinstance(optimizer, LocalUpdates):
-        kept[_RATES] = optimizer.rates
     return pieces, kept
 
 
@@ -269,12 +271,15 @@ def load_training(
     parallel.changed()
     note_loaded(parallel)
     of_optimizer.finish()
-    if isinstance(optimizer, LocalUpdates):
-        rate, highest = state.get(_RATES, (0.0, 0.0))
-        optimizer.set_step(manifest.step, (rate, highest))
-    elif isinstance(optimizer, GuidedUpdates):
-        optimizer.set_step(manifest.step)
-    restore_exchanges(parallel, kept)
+    restore_exchanges(parallel, optimizer, kept)
+    if optimizer is not None:
+        steps = state.get(_STEPS, manifest.step)
+        parallel.set_step(steps)
+        if isinstance(optimizer, LocalUpdates):
+            rate, highest = state.get(_RATES, (0.0, 0.0))
+            optimizer.set_step(steps, (rate, highest))
+        elif isinstance(optimizer, GuidedUpdates):
+            optimizer.set_step(steps)
     return Loaded(state, is_same_layout)
 
 
@@ -298,6 +303,16 @@ def _require_same(
             f"{checkpoint} has the state of {kept}, and the optimizer is now {title_of(optimizer)}: use the "
             "same optimizer, or load only the weights"
         )
+
+
+def _progress_of(parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Return the steps made, and what else of them the exchange depends on, for a checkpoint's state."""
+    if isinstance(optimizer, LocalUpdates):
+        return {_STEPS: optimizer.steps, _RATES: optimizer.rates}
+    if isinstance(optimizer, GuidedUpdates):
+        return {_STEPS: optimizer.steps}
+    steps = [each.compressing.step for each in parallel.strategies if each.compressing is not None]
+    return {_STEPS: max(steps)} if steps else {}
 
 
 def _of_rank(

@@ -46,6 +46,7 @@ def are_put_off(parallel: Parallel) -> bool:
 
 def note_loaded(parallel: Parallel) -> None:
     """Note that a model has the values of a checkpoint now."""
+    parallel.loads.update(each.name for each in parallel.owned)
     if (put_off := _of(parallel)) is not None:
         parallel.module.initialize_parameter = put_off.initialize
 

@@ -84,7 +84,8 @@ class Stepping:
         self.buffers.begin_step()
         self.parallel.set_step(turn.step)
         with self.recorder.step(turn.step + 1):
-            passed = self.passes.run(turn.position, stop=stop)
+            counted_over = self.workers.counted_over
+            passed = self.passes.run(turn.position, stop=stop, counted_over=counted_over)
             self.workers.average(passed)
             self.replicas.compare_if_due(turn.step)
             with self.recorder.span(Kind.OPTIMIZER):

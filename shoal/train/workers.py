@@ -7,7 +7,7 @@ from typing import NamedTuple, final
 import torch
 
 from shoal.errors import TrainingError
-from shoal.parallel import GuidedUpdates, LocalUpdates, ServedUpdates
+from shoal.parallel import Axis, GuidedUpdates, LocalUpdates, ServedUpdates
 from shoal.parallel.axes import Axes
 from shoal.train.passes import Passed
 from shoal.train.randomness import begin_anew
@@ -69,7 +69,7 @@ class Workers:
         self._number = number
         self._steps = steps
         self._batch = batch
-        self._data = axes.data
+        self._axes = axes
         self._workers = axes.workers
         self._seed = seed
 
@@ -98,6 +98,12 @@ class Workers:
         """Updates of others that this worker's last contribution did not know; None without servers."""
         return None if self._served is None else self._served.staleness
 
+    @property
+    def counted_over(self) -> Axis:
+        """The ranks over whose samples the next step's loss is a mean: all if workers average gradients."""
+        is_dense = self._local is not None and self._local.is_dense
+        return self._axes.data if is_dense else self._axes.averaged
+
     def begin(self, steps: int, position: int) -> Turn:
         """Return the step to make next.
 
@@ -113,7 +119,7 @@ class Workers:
         if share is None:
             raise TrainingError("no samples are left for this worker: the others train on the last of them")
         if is_new and self._served.worker > 0:  # worker 0 goes on with the generators that were saved
-            place = self._served.worker * self._data.size + self._data.index
+            place = self._served.worker * self._axes.data.size + self._axes.data.index
             begin_anew(self._seed, share // self._number, place)
         return Turn(share // self._number, share * self._batch)
 

@@ -102,6 +102,8 @@ def local_trainings(plans: list[str], settings: dict[str, Any]) -> list[Any]:
             optimizer.step()
             optimizer.zero_grad()
             values.append(model.values())
+        optimizer.settle()
+        values.append(model.values())
         order = [int(owned.name.split(".")[1]) for owned in parallel.owned]
         trained.append((order, values))
     return trained
@@ -210,12 +212,35 @@ def trained_reference(layout: str, workers: int, text: str, feedback: float) -> 
 def local_reference(
     plan: Any, workers: int, order: list[int], settings: dict[str, Any]
 ) -> list[list[Vector]]:
-    """The values of each worker after each step, by the formula of docs/concepts/exchange.md."""
+    """The values of each worker after each step, and once all merged, by docs/concepts/exchange.md."""
     rate, momentum = np.float32(settings["rate"]), np.float32(settings["momentum"])
     anchors = first_values(2)
     momenta, values = np.zeros_like(anchors), [anchors.copy() for _ in range(workers)]
     exchanges = [Exchange(str(plan.compression), plan.feedback) for _ in order]
     first, length, trained, under_way = plan.dense, plan.every, [], None
+    rows_of = [order] if plan.fragments == 1 else [[each] for each in order]
+    merged_after = [0] * plan.fragments  # the step after which workers were equal
+
+    def begin(number: int, step: int) -> Any:
+        rows = rows_of[number]
+        changed = [anchors[rows] - y[rows] for y in values]
+        given = [each.reshape(-1) / np.float32(workers) for each in changed]
+        whole = plan.compression.kind == "none"
+        mean = in_order(given) if whole else exchanges[number].sum(given, step)
+        return step, number, changed, mean.reshape(len(rows), -1)
+
+    def end(merge: Any, step: int) -> None:
+        began, number, changed, mean = merge
+        rows = rows_of[number]
+        momenta[rows] = momentum * momenta[rows] + mean
+        new = anchors[rows] - rate * (mean + momentum * momenta[rows])
+        for y, each in zip(values, changed, strict=True):
+            # what steps since the merge began have changed: y less (x before - each), in the code's order
+            y[rows] = ((y[rows] - anchors[rows]) + each) + new if plan.delay else new
+        anchors[rows] = new
+        if began == step:
+            merged_after[number] = step
+
     for step, learning_rate in enumerate(settings["rates"], 1):
         own = [gradients(values[worker], 2, step - 1, worker) for worker in range(workers)]
         if step <= plan.dense:
@@ -225,24 +250,18 @@ def local_reference(
             anchors = values[0].copy()
         ends = [(number + 1) * length // plan.fragments for number in range(plan.fragments)]
         if step > plan.dense and step - first in ends:
-            number = ends.index(step - first)
-            rows = order if plan.fragments == 1 else [order[number]]
-            changed = [anchors[rows] - y[rows] for y in values]
-            given = [each.reshape(-1) / np.float32(workers) for each in changed]
-            whole = plan.compression.kind == "none"
-            mean = in_order(given) if whole else exchanges[number].sum(given, step)
-            under_way = step + plan.delay, rows, changed, mean.reshape(len(rows), -1)
-        if under_way is not None and step == under_way[0]:
-            _, rows, changed, mean = under_way
-            momenta[rows] = momentum * momenta[rows] + mean
-            new = anchors[rows] - rate * (mean + momentum * momenta[rows])
-            for y, each in zip(values, changed, strict=True):
-                # what steps since the merge began have changed: y less (x before - each), in the code's order
-                y[rows] = ((y[rows] - anchors[rows]) + each) + new if plan.delay else new
-            anchors[rows], under_way = new, None
+            under_way = begin(ends.index(step - first), step)
+        if under_way is not None and step == under_way[0] + plan.delay:
+            end(under_way, step)
+            under_way = None
         if step - first == length:
             first = step
             share = learning_rate / max(settings["rates"])
             length = int(min(plan.every / share**2, plan.every * plan.stretch))
         trained.append([y.copy() for y in values])
-    return trained
+    if under_way is not None:
+        end(under_way, step)
+    for number in range(plan.fragments):
+        if merged_after[number] < step:
+            end(begin(number, step), step)
+    return [*trained, [y.copy() for y in values]]

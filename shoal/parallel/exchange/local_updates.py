@@ -18,21 +18,21 @@ workers go on meanwhile, and y_i keeps what these steps changed: y_i = y_i + (ne
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import torch
 from torch.optim import Optimizer
 
 from shoal.parallel.communication import Axis, Pending
-from shoal.parallel.exchange.fragments import Fragment, fragments_of
 from shoal.parallel.exchange.mean_gradient import average_gradients
+from shoal.parallel.exchange.merges import Merges
 from shoal.parallel.exchange.outer_settings import Outer, outer_settings
 from shoal.parallel.exchange.outer_state import OuterState
 from shoal.parallel.exchange.rounds import Rounds
-from shoal.parallel.exchange.sums import CompressedSum, sum_over
+from shoal.parallel.exchange.sums import CompressedSum
+from shoal.parallel.exchange.worker_states import average_states
 from shoal.parallel.optimizer.composed import (
     Composed,
     OptimizerPart,
@@ -41,11 +41,15 @@ from shoal.parallel.optimizer.composed import (
     parts_of,
     title_of,
 )
-from shoal.parallel.owned import Owned, local_part
+from shoal.parallel.owned import Owned
 from shoal.parallel.parallel import Parallel
+from shoal.parallel.replicas import checksum
 from shoal.plan import Exchange
 
 __all__ = ["LocalUpdates"]
+
+_PROGRESS = "local_updates"
+"""Key of the steps made, in `state_dict()`."""
 
 
 @final
@@ -54,7 +58,8 @@ class LocalUpdates(Composed):
 
         optimizer = LocalUpdates(parallel, torch.optim.AdamW(parallel.parameters(), lr=4e-4))
 
-    All workers call `step` or `pass_over` equally often.
+    All workers call `step` or `pass_over` equally often. Weights that all workers load alike are those that
+    the next merges begin with.
 
     Args:
         parallel: The model; its Plan has `exchange=local` or `auto`.
@@ -75,21 +80,16 @@ class LocalUpdates(Composed):
         exchange = parallel.plan.exchanged if exchange is None else exchange
         self._parallel = parallel
         self._inner = optimizer
-        self._settings = outer_settings(exchange) if outer is None else outer
-        self._every = exchange.every
         self._axis: Axis = parallel.axes.workers
         self._rounds = Rounds(exchange)
-        self._fragments = fragments_of(parallel.owned, exchange.fragments)
-        self._outer = OuterState(parallel.owned)
-        self._sums: list[CompressedSum | None] = [
-            sum_over(self._axis, exchange.compression, exchange.feedback, fragment.views)
-            if exchange.compresses and self._axis.size > 1
-            else None
-            for fragment in self._fragments
-        ]
-        self._under_way: _Merge | None = None
-        self._moved = torch.zeros(2, dtype=torch.float64, device=parallel.device)
-        self._remember()
+        self._merges = Merges(parallel, exchange, outer_settings(exchange) if outer is None else outer)
+        self._has_begun = self._has_ended = False  # a merge, since `agree` was called
+        self._told: tuple[torch.Tensor, Pending] | None = None
+        self._loads = Counter(parallel.loads)
+        self._has_state = False  # whether this state was loaded, and no step was made since
+        self._merges.remember()
+        self.register_state_dict_post_hook(_with_progress)
+        self.register_load_state_dict_pre_hook(_take_progress)
 
     @property
     def title(self) -> str:
@@ -103,8 +103,13 @@ class LocalUpdates(Composed):
 
     @property
     def has_merged(self) -> bool:
-        """Whether all workers have equal values: after a dense step, and after the last merge of a round."""
-        return self._rounds.is_at_start and self._under_way is None
+        """Whether all workers have equal values: after a dense step, and after a merge of the whole model."""
+        return self._merges.ends is None and not self._merges.apart
+
+    @property
+    def steps(self) -> int:
+        """Steps made."""
+        return self._rounds.step
 
     @property
     def rates(self) -> tuple[float, float]:
@@ -123,30 +128,42 @@ class LocalUpdates(Composed):
         way, the second is the first over the number of workers. Compression that leaves elements out makes
         the second one smaller.
         """
-        moved, self._moved = self._moved, torch.zeros_like(self._moved)
-        return moved
+        return self._merges.take_moved()
+
+    def exchanges(self) -> Mapping[str, CompressedSum]:
+        """Return the compressed sums of merges, by name; none if merges are whole."""
+        return self._merges.exchanges()
 
     def left_out(self) -> torch.Tensor:
         """Return the sum of squares of what compression left out on this rank, a scalar."""
-        sums = [each for each in self._sums if each is not None]
-        return sum([each.left_out() for each in sums], torch.zeros((), device=self._parallel.device))
+        lefts = [each.left_out() for each in self.exchanges().values()]
+        return sum(lefts, torch.zeros((), device=self._parallel.device))
 
     def agree(self, flags: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a small tensor over the workers if they have merged in this step; else zeros.
+        """Return the sum of a small tensor over the workers if a merge has ended in this step; else zeros.
 
-        Workers that stop must stop after the same step, and only merges tell them of each other.
+        Workers that stop must stop after the same step, and only merges tell them of each other. If merges
+        take steps, the sum is that of the step in which this one began, and workers do not wait for it.
         """
-        if not self.has_merged:
+        if self._has_begun:
+            if self._told is not None:
+                self._told[1].wait()
+            summed = flags.clone()
+            self._told = summed, self._axis.all_reduce(summed, "flags")
+        told = self._told if self._has_ended else None
+        self._has_begun = self._has_ended = False
+        if told is None:
             return torch.zeros_like(flags)
-        summed = flags.clone()
-        self._axis.all_reduce(summed, "flags").wait()
-        return summed
+        self._told = None
+        told[1].wait()
+        return told[0]
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this worker's optimizer, and merge what is due."""
         loss = loss_of(closure)
         copy_settings(self.param_groups, self._inner.param_groups)
+        self._take_loaded()
         self._inner.step()
         self._advance()
         return loss
@@ -154,6 +171,7 @@ class LocalUpdates(Composed):
     @torch.no_grad()
     def pass_over(self) -> None:
         """Count a step that this worker leaves out, and merge what is due: other workers wait for it."""
+        self._take_loaded()
         self._advance()
         self._parallel.changed()
 
@@ -161,31 +179,35 @@ class LocalUpdates(Composed):
     def settle(self) -> None:
         """Make all workers equal: merge what they changed, and average their optimizers' states.
 
-        Call it on all ranks before the state is saved. What compression left out is averaged too.
+        Call it on all ranks before the state is saved. What compression left out is shared out equally.
         """
+        self._take_loaded()
         self._finish()
-        if not self._rounds.is_at_start:
-            for number in range(len(self._fragments)):
-                self._start(number)
-                self._finish()
-            self._rounds.begin()
-        self._average_states()
+        for number in sorted(self._merges.apart):
+            self._start(number)
+            self._finish()
+        self._rounds.begin()
+        self._has_begun = self._has_ended = True
+        average_states(self._parallel, self._inner)
+        self._merges.share_errors()
         self._parallel.changed()
         self.show()
 
     @torch.no_grad()
     def set_step(self, steps: int, rates: tuple[float, float] = (0.0, 0.0)) -> None:
-        """Go on after this many steps, with the state that was loaded, and what `rates` was then."""
+        """Go on after this many steps, with the state that was loaded, and what `rates` was then.
+
+        All workers have equal values.
+        """
+        self._merges.drop()
         self._rounds.set_step(steps, rates)
-        self._remember()
-        for fragment, summed in zip(self._fragments, self._sums, strict=True):
-            errors = [error for each in fragment.owned if (error := self._outer.error(each)) is not None]
-            if summed is not None:
-                summed.take(fragment.packed(errors) if len(errors) == len(fragment.owned) else None)
+        self._loads = Counter(self._parallel.loads)
+        self._merges.remember()
+        self._merges.take_state()
 
     def parts(self, owned: Sequence[Owned]) -> Sequence[OptimizerPart]:
         """See `Composed.parts`."""
-        return [*parts_of(self._inner, owned), (self._outer, owned)]
+        return [*parts_of(self._inner, owned), (self._merges.outer, owned)]
 
     def show(self) -> None:
         """See `Composed.show`."""
@@ -196,7 +218,7 @@ class LocalUpdates(Composed):
             {
                 each.parameter: {
                     **self._inner.state.get(each.parameter, {}),
-                    **self._outer.state[each.parameter],
+                    **self._merges.outer.state[each.parameter],
                 }
                 for each in self._parallel.owned
             },
@@ -210,114 +232,87 @@ class LocalUpdates(Composed):
         for parameter, state in self.state.items():
             for key, value in state.items():
                 (outer if key.startswith(OuterState.PREFIX) else inner)[parameter][key] = value
-        self._outer.state, self._inner.state = outer, inner
+        self._merges.outer.state, self._inner.state = outer, inner
         if isinstance(self._inner, Composed):
             self._inner.take()
+        self._merges.drop()
+        self._merges.part()
+        self._merges.take_state()
+        self._has_state = True
 
     def _advance(self) -> None:
         """Count a step, end the merge that is due to end, and begin the one that is due to begin."""
-        was_dense = self._rounds.is_dense
+        was_dense, self._has_state = self._rounds.is_dense, False
         self._rounds.note(float(self.param_groups[0]["lr"]))
         due = self._rounds.advance()
         if was_dense:
-            self._remember()
+            self._merges.remember()
+            self._has_begun = self._has_ended = True
             return
-        if self._under_way is not None and self._rounds.step >= self._under_way.ends:
-            self._finish()
+        self._merges.part()
+        self._finish_due()
         if due is not None:
             self._finish()
             self._start(due)
-            if self._under_way is not None and self._under_way.ends == self._rounds.step:
-                self._finish()
+            self._finish_due()
         if self._rounds.is_at_end:
             self._rounds.begin()
 
-    @torch.no_grad()
-    def _remember(self) -> None:
-        """Take the present values, which are equal on all workers, for those after the last merge."""
-        for owned in self._parallel.owned:
-            self._outer.anchor(owned).copy_(owned.local)
-
     def _start(self, number: int) -> None:
-        """Begin to merge a fragment."""
-        fragment, summed = self._fragments[number], self._sums[number]
-        vector = fragment.new()
-        views = fragment.views(vector)
-        for owned, view in zip(fragment.owned, views, strict=True):
-            torch.sub(self._outer.anchor(owned), owned.local, out=view)
-        self._moved[0] += vector.square().sum()
-        given = vector.clone() if self._rounds.delay else None
-        vector.div_(self._axis.size)
-        name = f"fragment {number}"
-        pending: Pending = (
-            self._axis.all_reduce(vector, name)
-            if summed is None
-            else summed.start(vector, name, self._rounds.step)
-        )
-        self._under_way = _Merge(fragment, vector, given, pending, self._rounds.step + self._rounds.delay)
+        self._merges.start(number, self._rounds.step)
+        self._has_begun = True
 
     def _finish(self) -> None:
         """End the merge that is under way, if there is one."""
-        merge, self._under_way = self._under_way, None
-        if merge is None:
+        self._has_ended |= self._merges.ends is not None
+        self._merges.finish(self._rounds.step)
+
+    def _finish_due(self) -> None:
+        if self._merges.ends is not None and self._merges.ends <= self._rounds.step:
+            self._finish()
+
+    def _take_loaded(self) -> None:
+        """Take weights that were loaded since the last step for those after a merge, if workers' are equal.
+
+        What momentum and compression kept is of the weights before, and is forgotten unless it was loaded
+        too. Where workers' are not equal, as when each gives back its own after an evaluation with others,
+        they count as what it changed.
+        """
+        loads, before = self._parallel.loads, self._loads
+        if loads == before:
             return
-        merge.pending.wait()
-        self._moved[1] += merge.vector.square().sum()
-        rate, nesterov = self._settings.rate, self._settings.momentum_after(self._rounds.step, self._every)
-        mean = merge.fragment.views(merge.vector)
-        given = mean if merge.given is None else merge.fragment.views(merge.given)
-        for owned, outer, own in zip(merge.fragment.owned, mean, given, strict=True):
-            anchor, momentum = self._outer.anchor(owned), self._outer.momentum(owned)
-            momentum.mul_(nesterov).add_(outer)
-            if merge.given is not None:
-                owned.local.sub_(anchor).add_(own)  # what changed since the merge began
-            anchor.sub_(outer.add(momentum, alpha=nesterov), alpha=rate)
-            if merge.given is not None:
-                owned.local.add_(anchor)
-            else:
-                owned.local.copy_(anchor)
+        self._loads = Counter(loads)
+        loaded = [owned for owned in self._parallel.owned if loads[owned.name] != before[owned.name]]
+        new = [
+            (owned, owned.local.clone())
+            for owned, is_equal in zip(loaded, self._are_equal(loaded), strict=True)
+            if is_equal and not torch.equal(owned.local, self._merges.outer.anchor(owned))
+        ]
+        self._finish()
+        for owned, values in new:
+            self._merges.replace(owned, values)
+        if new and not self._has_state:
+            self._merges.forget({owned.name for owned, _ in new})
+        self._parallel.changed()
 
-    def _average_states(self) -> None:
-        """Average over the workers what their optimizers and compressions keep."""
-        size = self._axis.size
-        if size == 1:
-            return
-        pending = []
-        for part, places in parts_of(self._inner, self._parallel.owned):
-            for owned in places:
-                for key, value in part.state.get(owned.parameter, {}).items():
-                    if isinstance(value, torch.Tensor) and value.is_floating_point():
-                        held = local_part(value)
-                        sent = held.to(self._parallel.device, torch.float32, copy=True).contiguous()
-                        pending.append((held, sent, self._axis.all_reduce(sent, f"state {key}")))
-        for held, sent, one in pending:
-            one.wait()
-            held.copy_(sent.div_(size))
-        for fragment, summed in zip(self._fragments, self._sums, strict=True):
-            left = None if summed is None else summed.give_up(fragment.elements)
-            if summed is None or left is None:
-                continue
-            self._axis.all_reduce(left, "error").wait()
-            left.div_(size)
-            summed.take(left)
-            for owned, view in zip(fragment.owned, fragment.views(left), strict=True):
-                self._outer.set_error(owned, view)
+    def _are_equal(self, places: Sequence[Owned]) -> list[bool]:
+        """Return which of these parts have equal bits on all workers."""
+        if not places:
+            return []
+        sums = torch.stack([checksum(each.local) for each in places])
+        told = sums.new_empty((self._axis.size, len(places)))
+        told[self._axis.index] = sums
+        self._axis.all_gather(told.view(-1), "loaded").wait()
+        equal: list[bool] = (told == sums).all(dim=0).tolist()
+        return equal
 
 
-@dataclass(slots=True)
-class _Merge:
-    """A merge that is under way.
+def _with_progress(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a `state_dict` with the steps made and `LocalUpdates.rates`."""
+    return {**state, _PROGRESS: {"steps": optimizer.steps, "rates": optimizer.rates}}
 
-    Attributes:
-        fragment: What is merged.
-        vector: The outer gradient, once `pending` is waited for.
-        given: What this worker changed before the merge began; None if the merge ends in the same step.
-        pending: The exchange.
-        ends: The step after which it ends.
-    """
 
-    fragment: Fragment
-    vector: torch.Tensor
-    given: torch.Tensor | None
-    pending: Pending
-    ends: int
+def _take_progress(optimizer: Any, state: dict[str, Any]) -> None:
+    """Go on after the steps of a `state_dict`."""
+    if (progress := state.get(_PROGRESS)) is not None:
+        optimizer._rounds.set_step(progress["steps"], tuple(progress["rates"]))

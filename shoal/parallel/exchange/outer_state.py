@@ -45,12 +45,17 @@ class OuterState(Optimizer):
         return local_part(state["outer_momentum"])
 
     def error(self, owned: Owned) -> torch.Tensor | None:
-        """Return what was left out of merges, `[rows, ...]`, as it was when the state was saved."""
+        """Return what was left out of merges on all workers, `[rows, ...]`, when the state was saved."""
         error = self.state[owned.parameter].get("outer_error")
         return None if error is None else local_part(error)
 
     def set_error(self, owned: Owned, error: torch.Tensor) -> None:
-        """Keep what was left out of merges, `[rows, ...]`, to be saved."""
+        """Keep what was left out of merges on all workers, `[rows, ...]`, to be saved."""
         kept = torch.zeros_like(owned.parameter, requires_grad=False)
         local_part(kept).copy_(error)
         self.state[owned.parameter]["outer_error"] = kept
+
+    def forget_errors(self, owned: Sequence[Owned]) -> None:
+        """Forget what was left out of merges of these parameters."""
+        for each in owned:
+            self.state[each.parameter].pop("outer_error", None)

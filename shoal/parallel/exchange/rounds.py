@@ -54,7 +54,7 @@ class Rounds:
         was_dense = self.is_dense
         self.step += 1
         if was_dense:
-            self._first = self.step
+            self.begin()
             return None
         number = self._exchange.fragments
         ends = [(fragment + 1) * self._length // number for fragment in range(number)]
