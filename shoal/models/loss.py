@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shoal.errors import ModelError
+from shoal.models.loss_factor import noted
 
 __all__ = ["IGNORED", "LaterLogits", "cross_entropy", "logits_of", "next_token_loss"]
 
@@ -48,6 +49,10 @@ def next_token_loss(
     Raises:
         ModelError: The output holds no logits, or they do not match the targets.
     """
+    return noted(_mean_loss(output, targets, cross_entropy), output)
+
+
+def _mean_loss(output: object, targets: Tensor, cross_entropy: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     if isinstance(output, LaterLogits):
         return output.mean_loss(targets)
     if not hasattr(output, "token_loss"):
