@@ -1,7 +1,7 @@
 """The factor on a forward's mean loss, which the auxiliary losses of that forward are multiplied by too.
 
-A loop divides the mean loss of a micro-batch by their number, after the model's forward. Backward reaches that
-mean loss before it reaches the routers, so the gradient there is their factor.
+A loop divides the mean loss of a micro-batch by their number, after the model's forward. Backward reaches
+that mean loss before it reaches the routers, so the gradient there is their factor.
 """
 
 from __future__ import annotations
