@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ SHAPE = {
     "intermediate_size": 48,
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 24,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 4,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
@@ -83,11 +84,12 @@ def train(kind: str, plan: str, masked: bool, form: str = "pairs") -> dict[str, 
         ),
     )
     results = [trainer.step() for _ in range(STEPS)]
+    validated = trainer.validate(data, BATCH)
     weights = trainer.parallel.full_state_dict()
     order = trainer._loader.indices(0, BATCH * STEPS).tolist()
     trainer.close()
     told = {"loss": [each.loss for each in results], "norm": [each.gradient_norm for each in results]}
-    return {**told, "weights": weights, "order": order}
+    return {**told, "validated": validated, "weights": weights, "order": order}
 
 
 def reference(kind: str, masked: bool, order: list[int], form: str = "pairs") -> dict[str, Any]:
@@ -95,25 +97,28 @@ def reference(kind: str, masked: bool, order: list[int], form: str = "pairs") ->
     model, data = model_of(kind), samples(masked)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     losses, norms = [], []
-    for step in range(STEPS):
-        batch = [data[index] for index in order[step * BATCH : (step + 1) * BATCH]]
-        tokens, targets = (torch.stack(each) for each in zip(*batch, strict=True))
+
+    def parts_of_loss(indices: list[int]) -> Iterator[torch.Tensor]:
+        tokens, targets = (torch.stack(each) for each in zip(*(data[i] for i in indices), strict=True))
         if form == "labels":
             targets = F.pad(targets[:, :-1], (0, 1), value=-100)
-        count, total = (targets != -100).sum(), torch.zeros(())
         for part, wanted in zip(tokens.split(MICRO), targets.split(MICRO), strict=True):
-            share = (wanted != -100).sum() / count
-            if not share:
-                continue
-            output = model(input_ids=part)
-            own = F.cross_entropy(output.logits.flatten(0, 1), wanted.flatten())
-            loss = share * (own + SHAPE["router_aux_loss_coef"] * output.aux_loss)
-            loss.backward()
-            total += loss.detach()
-        norms.append(
-            torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
-        )
+            share = (wanted != -100).sum() / (targets != -100).sum()
+            if share:
+                output = model(input_ids=part)
+                own = F.cross_entropy(output.logits.flatten(0, 1), wanted.flatten())
+                yield share * (own + SHAPE["router_aux_loss_coef"] * output.aux_loss)
+
+    for step in range(STEPS):
+        losses.append(0.0)
+        for part in parts_of_loss(order[step * BATCH : (step + 1) * BATCH]):
+            part.backward()
+            losses[-1] += part.item()
+        gradients = [each.grad for each in model.parameters() if each.grad is not None]
+        norms.append(torch.nn.utils.get_total_norm(gradients).item())
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(total.item())
-    return {"loss": losses, "norm": norms, "weights": {k: v.detach() for k, v in model.state_dict().items()}}
+    with torch.no_grad():
+        validated = sum(part.item() for part in parts_of_loss(list(range(BATCH))))
+    weights = {name: value.detach() for name, value in model.state_dict().items()}
+    return {"loss": losses, "norm": norms, "validated": validated, "weights": weights}

@@ -13,7 +13,7 @@ PLANS = [
     "tp=2,tensor=plain",
     "cp=2",
     "pp=2",
-    "pp=2,recompute=full",
+    "pp=2,recompute=full,schedule=zb-v,virtual=2",
     "tp=2,cp=2",
     "pp=2,tp=2",
     "pp=2,cp=2",
@@ -22,7 +22,7 @@ PLANS = [
 
 def assert_equal(found, expected):
     # Sums in fp32 in another order, relative to gradients and losses near 1; two steps of SGD.
-    for name in ("loss", "norm"):
+    for name in ("loss", "norm", "validated"):
         assert found[name] == pytest.approx(expected[name], rel=2e-5)
     for name, value in expected["weights"].items():
         torch.testing.assert_close(found["weights"][name], value, rtol=1e-4, atol=1e-5)
@@ -33,3 +33,9 @@ def assert_equal(found, expected):
 def test_pairs_train_the_auxiliary_loss_under_every_plan(ranks, plan, masked):
     found = ranks.run(train, Plan.parse(plan).ranks, "mixtral", plan, masked)[0]
     assert_equal(found, reference("mixtral", masked, found["order"]))
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "tp=2", "cp=2", "pp=2,schedule=interleaved,virtual=2"])
+def test_labels_train_it_as_pairs_do(ranks, plan):
+    found = ranks.run(train, Plan.parse(plan).ranks, "qwen3_moe", plan, True, "labels")[0]
+    assert_equal(found, reference("qwen3_moe", True, found["order"], "labels"))
