@@ -236,7 +236,7 @@ def _staged(
 ) -> tuple[list[Strategy], Pipeline]:
     """Return a strategy for each stage of this rank, and the pipeline that runs them."""
     axis = setup.axes.pp
-    beside = RouterLogits.of(setup.model)
+    beside = RouterLogits.of(setup.model, setup.dtype)
     stages = take_stages(setup.model, pieces.layout, pieces.of(axis.index), beside)
     if deferral is not None:
         put_off_products(setup.model, deferral)

@@ -39,3 +39,12 @@ def test_pairs_train_the_auxiliary_loss_under_every_plan(ranks, plan, masked):
 def test_labels_train_it_as_pairs_do(ranks, plan):
     found = ranks.run(train, Plan.parse(plan).ranks, "qwen3_moe", plan, True, "labels")[0]
     assert_equal(found, reference("qwen3_moe", True, found["order"], "labels"))
+
+
+def test_a_message_in_the_type_of_the_logits_leaves_the_hidden_state_in_bf16(ranks):
+    """Ernie's routers give fp32: the same roundings as in one process, and so the same bits."""
+    alone, staged = (
+        ranks.run(train, size, "ernie4_5_moe", f"{plan},precision=bf16", True)[0]
+        for size, plan in ((1, "dp=1"), (2, "pp=2"))
+    )
+    assert staged["loss"] == alone["loss"]

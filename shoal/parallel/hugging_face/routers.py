@@ -48,15 +48,17 @@ class RouterLogits:
     Args:
         hidden: Features of the hidden state.
         experts: Number of experts of a router.
+        dtype: Type of the hidden state. A message has the logits' type if that is wider.
     """
 
-    def __init__(self, hidden: int, experts: int) -> None:
+    def __init__(self, hidden: int, experts: int, dtype: torch.dtype) -> None:
         self._hidden = hidden
+        self._dtype = dtype
         self._experts = experts
         self._received: list[Tensor] = []
 
     @classmethod
-    def of(cls, model: Any) -> RouterLogits | None:
+    def of(cls, model: Any, dtype: torch.dtype) -> RouterLogits | None:
         """Return it for a model of transformers that collects these logits, all modules of which are there.
 
         Raises:
@@ -74,12 +76,12 @@ class RouterLogits:
         if hidden is None or experts is None:
             raise _not_collected(model)
         maybe_install_capturing_hooks(model.base_model)  # before some of the modules are gone
-        return cls(hidden, experts)
+        return cls(hidden, experts, dtype)
 
     def enter(self, message: Tensor) -> Tensor:
         """Return the hidden state `[batch, seq, hidden]` of what a stage received."""
         self._received = list(message[..., self._hidden :].split(self._experts, -1))
-        return message[..., : self._hidden]
+        return message[..., : self._hidden].to(self._dtype)
 
     def begin(self) -> None:
         """Put what was received before the logits of the stage's own routers, in a forward that runs."""
