@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 from shoal.models.autocast import without_autocast
 from shoal.models.config import TransformerConfig
 from shoal.models.expert_products import Multiply, Runs, multiply_by_experts
+from shoal.models.loss_factor import LossFactor
 
 __all__ = [
     "Mixture",
@@ -85,7 +86,7 @@ class Mixture(nn.Module):
         self.compute: Callable[[Tensor, Runs, Tensor, Tensor, Tensor], Tensor] = run_experts
         self.keep: Callable[[Tensor, int, float], Tensor] = within_capacity
         self.share_statistics: Callable[[Tensor], Tensor] = _unchanged
-        self.auxiliary_scale: float | Tensor = 1.0
+        self.auxiliary_scale: float | Tensor | LossFactor = 1.0
         self.balance_loss: Tensor | None = None
         self.z_loss: Tensor | None = None
         self.load: Tensor | None = None
@@ -217,12 +218,13 @@ def mixtures_of(model: nn.Module) -> list[Mixture]:
     return [module for module in model.modules() if isinstance(module, Mixture)]
 
 
-def set_auxiliary_scale(model: nn.Module, scale: float | Tensor) -> None:
+def set_auxiliary_scale(model: nn.Module, scale: float | Tensor | LossFactor) -> None:
     """Set the factor by which a forward's mean loss is multiplied before its backward, until the next call.
 
     Args:
         model: A model that may hold `Mixture`s.
-        scale: The factor, such as `1 / micro_batches` if gradients of micro-batches are added up.
+        scale: The factor, such as `1 / micro_batches` if gradients of micro-batches are added up; or a
+            `LossFactor`, for the next forward.
     """
     for mixture in mixtures_of(model):
         mixture.auxiliary_scale = scale
@@ -232,14 +234,15 @@ class _AddLoss(torch.autograd.Function):
     """Returns a tensor unchanged; its backward also starts a loss's (as Megatron's MoEAuxLossAutoScaler)."""
 
     @staticmethod
-    def forward(context: Any, passed: Tensor, loss: Tensor, scale: float | Tensor) -> Tensor:
+    def forward(context: Any, passed: Tensor, loss: Tensor, scale: float | Tensor | LossFactor) -> Tensor:
         context.scale = scale
         return passed.view_as(passed)
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-        return gradient, gradient.new_ones(()) * context.scale, None
+        scale = context.scale.value if isinstance(context.scale, LossFactor) else context.scale
+        return gradient, gradient.new_ones(()) * scale, None
 
 
 class _Spread(torch.autograd.Function):

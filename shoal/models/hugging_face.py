@@ -78,14 +78,28 @@ def _build(path: Path, config: Any, device: torch.device) -> nn.Module:
     if has_weights:
         with _quiet(transformers.utils.logging):
             model, loaded = _kind_of(config).from_pretrained(
-                path, config=config, local_files_only=True, trust_remote_code=False, output_loading_info=True
+                path,
+                config=config,
+                dtype=torch.float32,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
             )
         model.new_parameters = sorted(loaded["missing_keys"])  # type: ignore[assignment]
     else:
         with device:
-            model = _kind_of(config).from_config(config, trust_remote_code=False)
-    # Published weights are often bf16, but the Plan chooses the precision of training.
+            model = _from_config(config)
     return model.to(device=device, dtype=torch.float32).train()
+
+
+def _from_config(config: Any) -> nn.Module:
+    """Return a model in fp32, whatever dtype its configuration names.
+
+    Published weights are often in 16 bits, but the Plan chooses the precision of training. Buffers that the
+    constructor computes, such as rotary tables, would have the errors of 16 bits.
+    """
+    model: nn.Module = _kind_of(config).from_config(config, dtype=torch.float32, trust_remote_code=False)
+    return model
 
 
 def _kind_of(config: Any) -> Any:
@@ -123,7 +137,7 @@ def can_read_in_parts(path: Path) -> bool:
 def _without_memory(config: Any) -> nn.Module:
     """Return a model whose parameters are on the meta device, and whose buffers have their values."""
     with _parameters_on_meta():
-        model: nn.Module = _kind_of(config).from_config(config, trust_remote_code=False)
+        model = _from_config(config)
     return model.to(dtype=torch.float32).train()
 
 
@@ -145,7 +159,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _in_parts(path: Path, model: nn.Module) -> nn.Module:
-    """Give a model without memory the method that reads its parameters from a folder, or makes a new head.
+    """Read a model's buffers from a folder, and give it the method that reads parameters, or makes a head.
 
     Raises:
         ModelError: The folder has no such weights, or not those of the model.
@@ -154,10 +168,13 @@ def _in_parts(path: Path, model: nn.Module) -> nn.Module:
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     places: dict[str, list[StoredTensor]] = {}
     new: list[str] = []
-    for name, parameter in model.named_parameters():
+    buffers = {name: each for name, each in model.named_buffers() if name in model.state_dict()}
+    for name, parameter in (*model.named_parameters(), *buffers.items()):
         shape = tuple(parameter.shape)
         names = (name, name.removeprefix(prefix))
         stored = next((found for each in names if (found := find_stored(each, shape, files))), [])
+        if not stored and name in buffers:  # it keeps the value that the model's constructor gave it
+            continue
         if not stored and files and is_head(model, name):
             new.append(name)
             continue
@@ -179,6 +196,8 @@ def _in_parts(path: Path, model: nn.Module) -> nn.Module:
             with torch.no_grad(), safe_open(files[stored.name], framework="pt") as opened:
                 stored.of(tensor).copy_(opened.get_tensor(stored.name))
 
+    for name in buffers.keys() & places.keys():  # such as the balance of a router's choices
+        initialize_parameter(name, buffers[name], 0)
     model.initialize_parameter = initialize_parameter  # type: ignore[assignment]
     model.new_parameters = new  # type: ignore[assignment]
     return model

@@ -28,6 +28,7 @@ from shoal.parallel.expert.expert import cut_experts, expert_parallel, require_e
 from shoal.parallel.first_values import take_first_values
 from shoal.parallel.float8 import use_float8
 from shoal.parallel.hugging_face.layout import has_tensor_plan
+from shoal.parallel.hugging_face.routers import RouterLogits, gather_router_logits
 from shoal.parallel.hugging_face.sequence import refuse_labels, split_stream, use_no_cache
 from shoal.parallel.offload.storage import Storage
 from shoal.parallel.offload.stored_activations import store_activations
@@ -196,6 +197,7 @@ def _divide_layers(
         use_no_cache(model)
         if plan.tp * plan.cp > 1:
             refuse_labels(model)
+        gather_router_logits(model, axes)
     context_parallel(model, axes.cp, plan.context)
     _limit_samples(model, plan.cp)
     expert_parallel(
@@ -234,7 +236,8 @@ def _staged(
 ) -> tuple[list[Strategy], Pipeline]:
     """Return a strategy for each stage of this rank, and the pipeline that runs them."""
     axis = setup.axes.pp
-    stages = take_stages(setup.model, pieces.layout, pieces.of(axis.index))
+    beside = RouterLogits.of(setup.model, setup.dtype)
+    stages = take_stages(setup.model, pieces.layout, pieces.of(axis.index), beside)
     if deferral is not None:
         put_off_products(setup.model, deferral)
     here: list[StageHere] = []

@@ -13,8 +13,8 @@ from torch import nn
 from shoal.errors import LayoutError, TrainingError
 from shoal.models import logits_of
 from shoal.models.dropout import Dropout, token_keys
-from shoal.models.experts import set_auxiliary_scale
 from shoal.parallel.access import refuse_copies
+from shoal.parallel.auxiliary import AuxiliaryLosses
 from shoal.parallel.axes import Axes
 from shoal.parallel.context.positions import local_sequence, residual_positions
 from shoal.parallel.data.strategy import Strategy, in_all
@@ -87,7 +87,7 @@ class Parallel(nn.Module):
         follow_optimizers(module, self.owned, self.changed)
         if not {owned.parameter for owned in self.owned} <= set(module.parameters()):
             refuse_copies(module, self._stale)
-        self.set_micro_batches(1)
+        self._auxiliary = AuxiliaryLosses(module, axes.sequence.size // axes.cp.size)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Return the model's output.
@@ -105,7 +105,7 @@ class Parallel(nn.Module):
         if self._pipeline is not None:
             output = self.evaluate(*inputs, **named)
             return self._pipeline.broadcast(None if output is None else logits_of(output))
-        return self.module(*inputs, **named)
+        return self._auxiliary.run(inputs, named)
 
     @torch.no_grad()
     def evaluate(self, *inputs: Any, **named: Any) -> Any:
@@ -133,16 +133,17 @@ class Parallel(nn.Module):
             The sum of its losses over `mean_of(count)`; in a pipeline 0 except on the last stage's rank.
         """
         require_padded(self.plan, count)
-        self.set_micro_batches(count)
-        if self._pipeline is not None:
-            return self._pipeline.run(micro_batches, count, loss, prepare, mean_of=self.mean_of(count))
+        mean_of = self.mean_of(count)
 
         def forward(number: int, inputs: Any, targets: Any) -> torch.Tensor:
             prepare(number, inputs)
             return loss(self(inputs), targets)
 
-        forwards = (partial(forward, number, *pair) for number, pair in enumerate(micro_batches))
-        return run_one_by_one(forwards, count, self.accumulate, mean_of=self.mean_of(count))
+        with self._auxiliary.dividing_by(mean_of):
+            if self._pipeline is not None:
+                return self._pipeline.run(micro_batches, count, loss, prepare, mean_of=mean_of)
+            forwards = (partial(forward, number, *pair) for number, pair in enumerate(micro_batches))
+            return run_one_by_one(forwards, count, self.accumulate, mean_of=mean_of)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -282,7 +283,8 @@ class Parallel(nn.Module):
 
         Replicated data parallel and ZeRO-1 communicate nothing within it.
         """
-        return in_all(strategy.accumulate() for strategy in self.strategies)
+        each = [strategy.accumulate() for strategy in self.strategies]
+        return in_all([self._auxiliary.accumulating(), *each])
 
     def mean_of(self, number: int) -> float:
         """Return what to divide the sum of `number` losses of a step by; with shares, the mean over ranks."""
@@ -292,14 +294,12 @@ class Parallel(nn.Module):
             number, shares.most if self.plan.is_padded else shares.of_rank(self.axes.dp.index)
         )
 
-    def set_micro_batches(self, number: int) -> None:
-        """Set the number of micro-batches that this rank makes in a step; initially 1.
+    def set_micro_batches(self, number: int | None) -> None:
+        """Set how many micro-batches this rank makes in a step: a model's auxiliary losses are divided by it.
 
-        A model's auxiliary losses, such as a router's, begin their own backward, and are divided by
-        `mean_of(number)` too. If tensor parallelism splits the sequence, each rank adds its part of a sum.
+        With None, as at first, they get the factor that the loop puts on `next_token_loss`.
         """
-        split = self.axes.sequence.size // self.axes.cp.size
-        set_auxiliary_scale(self.module, 1 / (self.mean_of(number) * split))
+        self._auxiliary.divide_by(None if number is None else self.mean_of(number))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also those of a step that was abandoned between its micro-batches.

@@ -28,7 +28,8 @@ class Blueprint:
         kind: Module and name of its class, such as `torch.optim.adamw:AdamW`.
         settings: Arguments of the class.
         groups: Settings of each group of parameters.
-        runs: Group and number of elements of consecutive parts of the vector.
+        runs: Group and number of elements of consecutive parts of the vector, one for each parameter: one
+            that nobody has a gradient of is left out of a step.
     """
 
     kind: str
@@ -46,13 +47,7 @@ class Blueprint:
         """
         kind = type(optimizer)
         number = {id(each): at for at, group in enumerate(optimizer.param_groups) for each in group["params"]}
-        runs: list[tuple[int, int]] = []
-        for parameter, elements in places:
-            group = number[id(parameter)]
-            if runs and runs[-1][0] == group:
-                runs[-1] = (group, runs[-1][1] + elements)
-            else:
-                runs.append((group, elements))
+        runs = [(number[id(parameter)], elements) for parameter, elements in places if elements]
         return cls(
             f"{kind.__module__}:{kind.__qualname__}",
             _plain(optimizer.defaults),

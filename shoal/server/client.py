@@ -176,6 +176,7 @@ class Servers:
         share: int,
         complete: int,
         seed: int = 0,
+        used: Sequence[tuple[int, bool]] = (),
     ) -> list[int]:
         """Send a gradient, or what steps changed.
 
@@ -191,16 +192,21 @@ class Servers:
             share: The share that it was computed from. What is applied at once is applied once for each.
             complete: A share before which all are finished.
             seed: Seed of the first part, if they are encoded; the others have the next ones.
+            used: Number of elements of each parameter in the vector, and whether it has a gradient; empty if
+                all have.
 
         Returns:
             For each server, the updates made since `base`; empty without one.
         """
+
+        windows = self.windows(sum(elements for elements, _ in used))
 
         def one(shard: int, part: torch.Tensor) -> int | None:
             version = None if base is None else base[shard]
             about = {"do": "push", "shard": shard, "position": position, "settings": list(settings)}
             head = {**about, "worker": worker, "clock": clock, "base": version}
             head |= {"share": share, "complete": complete, "seed": seed + shard}
+            head["used"] = [bool(each) for _, _, each in _within(used, windows[shard])] if used else []
             self._pushed[shard] = head, [part]
             staleness: int | None = self._ask(shard, *self._pushed[shard])[0].get("staleness")
             return staleness

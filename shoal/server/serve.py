@@ -234,7 +234,7 @@ class Server:
 
     def _push(self, head: Mapping[str, Any], body: torch.Tensor) -> dict[str, Any]:
         shard, worker, clock = self._shard_of(head), head["worker"], head["clock"]
-        contribution = shard.received(body, head["settings"], head["seed"])
+        contribution = shard.received(body, head["settings"], head["seed"], head["used"])
         with shard.lock:
             if head["base"] is None:
                 shard.keep(worker, clock, contribution)
@@ -311,7 +311,7 @@ class Server:
         if head["shard"] == self._index:
             about = {name: head[name] for name in ("shard", "position", "share", "complete")}
             told = {"version": shard.version, "scale": scale, "settings": contribution.settings}
-            told |= {"square": shard.square, "rounds": shard.rounds}
+            told |= {"square": shard.square, "rounds": shard.rounds, "used": list(contribution.used)}
             self._to_copy({"do": "copy", **about, **told}, [contribution.vector])
 
     def _apply_as_copy(self, head: Mapping[str, Any], body: torch.Tensor) -> dict[str, Any]:
@@ -321,7 +321,7 @@ class Server:
                 raise ServerError(
                     f"shard {head['shard']} went on here, without the server that it was copied from"
                 )
-            contribution = Contribution(body.view(torch.float32), head["settings"])
+            contribution = Contribution(body.view(torch.float32), head["settings"], used=head["used"])
             shard.update(contribution, head["version"], head["scale"])
             shard.square = None if head["square"] is None else tuple(head["square"])
             shard.rounds = head["rounds"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, final
 
 import torch
@@ -28,11 +28,14 @@ class Contribution:
         vector: `[elements]`, fp32: a gradient, or what a worker's steps changed; or its payload, uint8.
         settings: For each group of the optimizer, its learning rate `lr`, and what else changes.
         seed: The seed of a payload.
+        used: For each run, whether it has a gradient; empty if all have. Others are left as they are, with
+            their state, as torch's optimizers leave parameters without a gradient.
     """
 
     vector: torch.Tensor
     settings: Sequence[Mapping[str, float]]
     seed: int = 0
+    used: Sequence[bool] = ()
 
 
 class _Snapshot(NamedTuple):
@@ -100,21 +103,23 @@ class Shard:
         self._applied.add(share)
 
     def received(
-        self, body: torch.Tensor, settings: Sequence[Mapping[str, float]], seed: int
+        self, body: torch.Tensor, settings: Sequence[Mapping[str, float]], seed: int, used: Sequence[bool]
     ) -> Contribution:
         """Return the contribution that came as bytes.
 
         Raises:
             ServerError: It is not for this shard.
         """
+        if used and len(used) != len(self._parameters):
+            raise ServerError(f"a shard of {len(self._parameters)} parameters was told of {len(used)}")
         if self._codec is None:
-            return Contribution(body.view(torch.float32), settings)
+            return Contribution(body.view(torch.float32), settings, used=used)
         most = self._codec.payload(len(self.values))
         if len(body) > most or (self._codec.compression.has_fixed_size and len(body) != most):
             raise ServerError(
                 f"a shard of {len(self.values)} elements was sent a payload of {len(body)} bytes"
             )
-        return Contribution(body, settings, seed)
+        return Contribution(body, settings, seed, used)
 
     def decoded(self, contribution: Contribution) -> Contribution:
         """Return a contribution with its vector in fp32."""
@@ -122,7 +127,7 @@ class Shard:
             return contribution
         vector = torch.empty_like(self.values)
         self._codec.decode(contribution.vector, vector, seed=contribution.seed)
-        return Contribution(vector, contribution.settings)
+        return replace(contribution, vector=vector)
 
     def keep(self, worker: int, clock: int, contribution: Contribution) -> None:
         """Keep what a worker sent at its clock until its round is closed."""
@@ -200,12 +205,15 @@ class Shard:
     def _mean(self, members: Sequence[tuple[int, int]], weights: Sequence[float]) -> Contribution:
         total, settings = None, None
         sum_of_weights = 0.0
+        used: list[bool] = [False] * len(self._parameters)
         for (worker, clock), weight in zip(members, weights, strict=True):
             contribution = self._waiting.pop((worker, clock), None)
             if contribution is None or weight <= 0:
                 continue
             sum_of_weights += weight
             settings = settings or contribution.settings
+            own = contribution.used or [True] * len(used)
+            used = [one or other for one, other in zip(used, own, strict=True)]
             if self._codec is not None:
                 total = torch.zeros_like(self.values) if total is None else total
                 self._codec.decode_add(contribution.vector, total, factor=weight, seed=contribution.seed)
@@ -215,7 +223,7 @@ class Shard:
                 total.add_(contribution.vector, alpha=weight)
         if total is None or settings is None:
             return Contribution(torch.zeros(0), [])
-        return Contribution(total.div_(sum_of_weights), settings)
+        return Contribution(total.div_(sum_of_weights), settings, used=used)
 
     @torch.no_grad()
     def update(self, contribution: Contribution, version: int, scale: float = 1.0) -> None:
@@ -237,8 +245,9 @@ class Shard:
         blueprint, optimizer = self._blueprint, self._optimizer
         blueprint.set_groups(optimizer, contribution.settings, scale)
         parts = contribution.vector.split([elements for _, elements in blueprint.runs])
-        for parameter, part in zip(self._in_order(), parts, strict=True):
-            parameter.grad = part
+        used = contribution.used or [True] * len(parts)
+        for parameter, part, is_used in zip(self._in_order(), parts, used, strict=True):
+            parameter.grad = part if is_used else None
         optimizer.step()
         optimizer.zero_grad()
 

@@ -17,6 +17,9 @@ arguments. The `loss` of pairs is `next_token_loss` by default.
 Context parallelism cuts what is as long as a sample, except `position_ids`: a model gets those of the whole
 sample, and with them its documents.
 
+To `next_token_loss` the auxiliary loss is added that a mixture of experts of Hugging Face returns, `aux_loss`
+times the model's coefficient, as the model adds it to its own loss; one's own `loss` gets it in the output.
+
 A causal model of Hugging Face computes its own loss of `labels` from whole sequences and whole logits. If a
 Plan cuts these, the labels are shifted here, and `next_token_loss` computes an equal loss from the parts.
 
@@ -123,7 +126,8 @@ class Reader:
 
     def __init__(self, model: nn.Module, loss: Loss | None, counted: Counted | None) -> None:
         self._loss = loss
-        self._next_token_loss: Loss = next_token_loss
+        self._coefficient = _auxiliary_coefficient(model)
+        self._next_token_loss: Loss = partial(self._with_auxiliary, next_token_loss)
         self._counted = counted
         self._shifts = _shifts_labels(model)
         self._name = type(model).__name__
@@ -131,7 +135,8 @@ class Reader:
 
     def compile_loss(self, compile: Callable[[Any], Any]) -> None:
         """Compute the loss of next tokens by a compiled function; a loss of the user stays as it is."""
-        self._next_token_loss = partial(next_token_loss, cross_entropy=compile(cross_entropy))
+        loss = partial(next_token_loss, cross_entropy=compile(cross_entropy))
+        self._next_token_loss = partial(self._with_auxiliary, loss)
 
     @property
     def is_default_loss(self) -> bool:
@@ -172,6 +177,19 @@ class Reader:
         if count is None or (all_count and self._counted is None):
             return MicroBatch(arguments, named, targets, loss, samples, may_differ=False)
         return MicroBatch(arguments, named, targets, loss, count, may_differ=True)
+
+    def _with_auxiliary(self, loss: Loss, output: Any, targets: Any) -> torch.Tensor:
+        """Add the auxiliary loss of routers, as a model of transformers adds it to its own loss."""
+        value, auxiliary = loss(output, targets), getattr(output, "aux_loss", None)
+        if not isinstance(auxiliary, torch.Tensor):
+            return value
+        if self._coefficient is None:
+            raise ModelError(
+                f"{self._name} returns an aux_loss, and nothing says by which coefficient it counts",
+                possible="router_aux_loss_coef of the model or of its configuration, or a loss of your own",
+                change="set router_aux_loss_coef on the model, or give loss= to the Trainer",
+            )
+        return value + self._coefficient * auxiliary
 
     def _parts(self, batch: Any, *, is_cut: bool) -> tuple[tuple[Any, ...], dict[str, Any], Any, Loss | None]:
         if isinstance(batch, (tuple, list)) and len(batch) > 1 and not hasattr(batch, "_fields"):
@@ -247,6 +265,16 @@ class Reader:
         if not isinstance(counted, torch.Tensor) or not _is_integer(counted):
             return None
         return float((counted != IGNORED).sum())
+
+
+def _auxiliary_coefficient(model: Any) -> float | None:
+    """Return what a model of transformers multiplies its auxiliary loss by; None if it does not say."""
+    config = getattr(model, "config", None)
+    for holder in (model, config, getattr(config, "text_config", None)):
+        for name in ("router_aux_loss_coef", "aux_loss_coef"):
+            if isinstance(value := getattr(holder, name, None), (int, float)):
+                return float(value)
+    return None
 
 
 def _is_integer(tensor: torch.Tensor) -> bool:

@@ -33,12 +33,14 @@ class Passed:
         stop: Number of ranks that asked to stop, a scalar.
         tokens: Elements of the inputs on this rank; with a Plan's `shares`, on a mean rank.
         losses: For each micro-batch that counts, its mean loss, if this rank computed it.
+        counted: Number of elements that count, over the ranks that step together; None if it never differs.
     """
 
     loss: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
     stop: torch.Tensor = field(default_factory=lambda: torch.zeros(()))
     tokens: float = 0
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    counted: torch.Tensor | None = None
 
 
 @final
@@ -109,6 +111,7 @@ class Passes:
         loss, passed.stop = report.unbind()
         passed.loss = loss * (self._parallel.plan.pp / self._parallel.axes.in_step.size)
         if weights is not None:
+            passed.counted = weights.total
             passed.loss = passed.loss.where(weights.total > 0, float("nan"))
         return passed
 

@@ -90,7 +90,7 @@ class Stepping:
             self.replicas.compare_if_due(turn.step)
             with self.recorder.span(Kind.OPTIMIZER):
                 norm = self.parallel.measure_gradient()
-                is_finite = self.update.make(passed.loss, norm.whole)
+                is_finite = self.update.make(passed.loss, norm.whole, passed.counted)
             self.buffers.end_step(is_finite)
             if self.synchronises_buffers:
                 self.buffers.average(self.parallel.axes.averaged)

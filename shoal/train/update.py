@@ -34,19 +34,24 @@ class Update:
         self._clip = clip
         self.is_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
-    def make(self, loss: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    def make(
+        self, loss: torch.Tensor, norm: torch.Tensor, counted: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Step, or leave everything unchanged if `loss` or `norm` is not finite. Gradients stay.
 
         Args:
             loss: Mean loss of the batch, a scalar.
             norm: Norm of the whole gradient, a scalar.
+            counted: Number of elements in the mean loss, by which servers weigh the gradient; None if all
+                workers have equally many.
 
         Returns:
-            Whether both are finite, a scalar.
+            Whether both are finite, a scalar; or whether other workers stepped, if nothing counts here.
         """
         is_finite = torch.isfinite(loss) & torch.isfinite(norm)
         if isinstance(self._optimizer, ServedUpdates):
             self._optimizer.loss = loss
+            self._optimizer.elements = None if counted is None else counted.item()
         if not self.is_on_device:
             if is_finite.item():
                 is_clipped_by_servers = isinstance(self._optimizer, ServedUpdates) and self._optimizer.clips
@@ -55,6 +60,8 @@ class Update:
                 self._optimizer.step()
             elif isinstance(self._optimizer, (LocalUpdates, GuidedUpdates, ServedUpdates)):
                 self._optimizer.pass_over()
+                if isinstance(self._optimizer, ServedUpdates):
+                    return is_finite | self._optimizer.follows
             return is_finite
         self._optimizer.found_inf = is_finite.logical_not().float()
         if self._clip is not None:

@@ -142,10 +142,11 @@ class Workers:
             if turn.step + 1 == self._steps:
                 self._local.settle()
             passed.stop = self._local.agree(passed.stop)
-        if self._served is not None and self._served.mean_loss is not None and passed.loss.isfinite():
-            passed.loss = torch.full_like(passed.loss, self._served.mean_loss)
         if self._served is None:
             return Progress(turn.step + 1, turn.position + self._batch)
+        mean_loss = self._served.mean_loss
+        if mean_loss is not None and (passed.loss.isfinite() or self._served.follows):
+            passed.loss = torch.full_like(passed.loss, mean_loss)
         before, now = self._served.counted, self._served.finished
         self._served.counted = now
         if self._served.is_over:

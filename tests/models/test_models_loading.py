@@ -13,6 +13,7 @@ from torch import nn
 
 from shoal.errors import MissingExtraError, ModelError
 from shoal.models import Transformer, build, logits_of, next_token_loss, preset
+from shoal.parallel import parallelize
 
 FACTORIES = """
 from torch import nn
@@ -247,3 +248,54 @@ def test_on_meta_experts_that_files_have_apart_are_read_into_their_stack(tmp_pat
         read = torch.empty_like(parameter)
         model.initialize_parameter(name, read, 0)
         assert torch.equal(read, parameter), name
+
+
+BUFFERED = {
+    "codegen": {"n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4, "n_positions": 512, "n_ctx": 512},
+    "gptj": {"n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4, "n_positions": 512},
+    "deepseek_v3": {
+        "hidden_size": 32,
+        "intermediate_size": 24,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    },
+}
+
+
+@pytest.mark.parametrize("door", ["weights", "weights on meta", "configuration"])
+@pytest.mark.parametrize("kind", BUFFERED)
+def test_buffers_are_those_of_fp32_though_the_configuration_names_16_bits(
+    tmp_path: Path, kind: str, door: str
+) -> None:
+    """Rotary tables that are computed, and what files hold, such as the correction of a router's scores."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(kind, **BUFFERED[kind], vocab_size=32)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    saved = model.state_dict()
+    for name, buffer in model.named_buffers():
+        if name in saved:
+            buffer.normal_()
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    if door == "configuration":
+        (tmp_path / "model.safetensors").unlink()
+        config = transformers.AutoConfig.from_pretrained(tmp_path)
+        expected = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    built = build(f"hf:{tmp_path}", device="meta" if "meta" in door else "cpu")
+    parallelize(built, "dp=1,precision=bf16")
+    buffers = dict(built.named_buffers())
+    assert buffers.keys() == dict(expected.named_buffers()).keys()
+    for name, buffer in expected.named_buffers():
+        torch.testing.assert_close(buffers[name], buffer, rtol=0, atol=0)

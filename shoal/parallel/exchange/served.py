@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
@@ -19,6 +18,7 @@ from torch.optim import SGD, Optimizer
 from shoal.checkpoint import Coordinator
 from shoal.collectives import codec_of
 from shoal.errors import LayoutError
+from shoal.parallel.exchange.conversations import Conversations
 from shoal.parallel.exchange.flat import pack, unpack
 from shoal.parallel.exchange.outer_settings import Outer
 from shoal.parallel.exchange.outer_state import OuterState
@@ -29,9 +29,8 @@ from shoal.parallel.optimizer.composed import Composed, OptimizerPart, copy_sett
 from shoal.parallel.owned import Owned, local_part
 from shoal.parallel.parallel import Parallel
 from shoal.plan import Compression
-from shoal.record import NullRecorder, Recorder
+from shoal.record import Recorder
 from shoal.server import Blueprint, Decision, Mode, Servers, Terms
-from shoal.timeline import Kind, Lane, Purpose
 
 __all__ = ["ServedUpdates"]
 
@@ -74,6 +73,8 @@ class ServedUpdates(Composed):
         complete: Shares from the first one on that are all finished.
         counted: Those of `finished` that this worker's caller has taken note of.
         loss: Loss of the samples of the next step, which other workers are told; None if it is not known.
+        elements: Number of elements in the mean loss of the next step, by which a round weighs its gradient;
+            None if all workers have equally many.
         norm: Norm of the mean gradient of this worker's last round, if it is clipped.
         mode: How its next contribution is applied.
         failed: Why this worker finds stale gradients harmful, of which the others are told next; "" if not.
@@ -104,7 +105,7 @@ class ServedUpdates(Composed):
             )
         self._parallel, self._inner, self._servers = parallel, optimizer, servers
         self._terms, self._ranks = terms, ranks
-        self._recorder = recorder if recorder is not None else NullRecorder()
+        self._talk = Conversations(recorder, parallel.axes.world)
         self._is_local = outer is not None
         self._outer = OuterState(parallel.owned)
         self._outer_settings = outer
@@ -135,6 +136,7 @@ class ServedUpdates(Composed):
         self.leads = False
         self.decision: Decision | None = None
         self.loss: torch.Tensor | None = None
+        self.elements: float | None = None
         self.norm: float | None = None
         self.mode = Mode(in_rounds=terms.has_rounds)
         self.failed = ""
@@ -160,6 +162,11 @@ class ServedUpdates(Composed):
         if self._is_local or self.loss is None or self.decision is None:
             return None
         return self.decision.loss
+
+    @property
+    def follows(self) -> bool:
+        """Whether no element counted in the last step of this worker, and others made the step."""
+        return self.elements == 0 and self.mean_loss is not None
 
     @property
     def clips(self) -> bool:
@@ -285,7 +292,7 @@ class ServedUpdates(Composed):
             for owned in self._parallel.owned:
                 if "outer_momentum" in self._outer.state[owned.parameter]:
                     self._stepped.state[owned.parameter]["momentum_buffer"] = self._outer.momentum(owned)
-        return give_state(self._stepped, self._parallel.owned, self._blueprint, windows)
+        return give_state(self._stepped, self._parallel.owned, windows)
 
     def _advance(self) -> None:
         """Finish a share, and exchange if it was the last of those that this worker was given."""
@@ -296,17 +303,18 @@ class ServedUpdates(Composed):
         decision = None
         stale = self._ranks.all_gather_object(self.staleness)  # all ranks have pushed
         if self._ranks.rank == 0:
-            with self._talking("arrive", 0):
+            with self._talk.about("arrive", 0):
                 loss = self.loss.item() if self.loss is not None else 0.0
                 loss = loss if self._made else math.nan
-                told = self.worker, self._clock, float(self._made), loss, self.failed
+                each = 1.0 if self._is_local or self.elements is None else self.elements
+                told = self.worker, self._clock, self._made * each, loss, self.failed
                 decision = self._servers.arrive(*told)
         decision = self._ranks.all_gather_object(decision)[0]
         assert decision is not None
         self._note(decision, max(stale))
         limit = self._clip if decision.members else None
         factor = self._clipping(decision, limit) if limit is not None else 1.0
-        with self._talking("pull:values", self._nbytes):
+        with self._talk.about("pull:values", self._nbytes):
             self._pull(decision, factor)
 
     def _clipping(self, decision: Decision, limit: float) -> float:
@@ -314,7 +322,7 @@ class ServedUpdates(Composed):
 
         If a square is not known any more, the round is applied on all servers, and no factor has an effect.
         """
-        with self._talking("measure", 0):
+        with self._talk.about("measure", 0):
             square = self._servers.measure(self._ranks.rank, self._copies, decision, self._terms.patience)
         squares = self._ranks.all_gather_object(square)
         self.norm = None if None in squares else math.sqrt(sum(squares))
@@ -334,7 +342,7 @@ class ServedUpdates(Composed):
         """Send the servers what this worker has learnt, if it has."""
         if not self._made:
             return
-        owned = self._parallel.owned
+        owned, used = self._parallel.owned, []
         if self._is_local:
             pack(owned, [each.local for each in owned], self._sent)
             torch.sub(self._values, self._sent, out=self._sent)
@@ -345,10 +353,11 @@ class ServedUpdates(Composed):
         else:
             pack(owned, [each.gradient for each in owned], self._sent)
             settings = [{"lr": group["lr"]} for group in self.param_groups]
+            used = [(each.local.numel(), each.gradient is not None) for each in owned]
         seed = seed_of(self._clock, self.worker * self._ranks.size + self._ranks.rank)
         parts = self._pushes.parts(self._sent, self._servers.windows(len(self._sent)), seed)
         self._nbytes = sum(part.nbytes for part in parts)
-        with self._talking("push:gradients", self._nbytes):
+        with self._talk.about("push:gradients", self._nbytes):
             stale = self._servers.push(
                 self._ranks.rank,
                 parts,
@@ -359,6 +368,7 @@ class ServedUpdates(Composed):
                 share=self._first_of_shares,
                 complete=self.complete,
                 seed=seed,
+                used=used,
             )
         self.staleness = max(stale, default=0)
 
@@ -384,15 +394,3 @@ class ServedUpdates(Composed):
         if self._is_local:
             for owned in self._parallel.owned:
                 self._outer.anchor(owned).copy_(owned.local)
-
-    @contextmanager
-    def _talking(self, name: str, bytes: int) -> Iterator[None]:
-        """Record a conversation with the servers, for which compute waits."""
-        group = (self._parallel.axes.world.members[self._parallel.axes.world.index],)
-        with (
-            self._recorder.span(
-                Kind.COLLECTIVE, name, lane=Lane.COMMUNICATION, bytes=bytes, group=group, purpose=Purpose.DATA
-            ),
-            self._recorder.span(Kind.WAIT, name, bytes=bytes, group=group, purpose=Purpose.DATA),
-        ):
-            yield

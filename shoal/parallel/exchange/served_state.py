@@ -1,7 +1,8 @@
-"""The state of an optimizer, by parameter as a rank has it, and by run as servers have it.
+"""The state of an optimizer, by parameter as a rank has it, and by parameter's part as servers have it.
 
-An optimizer on a server updates long runs of a vector in which several parameters lie one after another. Its
-state has the same keys: tensors with an element for each of the run, and tensors of one element.
+A server updates a window of the vector in which all parameters lie one after another. Its optimizer's state
+has the same keys: tensors with an element for each of the part, and tensors of one element. A parameter that
+no step had a gradient of has no state.
 """
 
 from __future__ import annotations
@@ -21,41 +22,37 @@ __all__ = ["give_state", "take_state"]
 _OfServer = tuple[Sequence[Mapping[str, Any]], Sequence[torch.Tensor]]
 
 
-def give_state(
-    optimizer: Optimizer, owned: Sequence[Owned], blueprint: Blueprint, windows: Sequence[slice]
-) -> list[_OfServer]:
+def give_state(optimizer: Optimizer, owned: Sequence[Owned], windows: Sequence[slice]) -> list[_OfServer]:
     """Return the state of a rank's optimizer for each server; an empty list if it has none.
 
     Args:
         optimizer: The optimizer.
         owned: The parameters in the vector, in order.
-        blueprint: The runs of the whole vector.
         windows: The elements of each server.
     """
     states = [optimizer.state.get(each.parameter, {}) for each in owned]
     if not any(states):
         return []
-    ends = list(itertools.accumulate(each.local.numel() for each in owned))
-    flat: dict[str, list[torch.Tensor]] = {}
-    for key in states[0]:
-        if isinstance(states[0][key], torch.Tensor):
-            flat[key] = [local_part(state[key]).detach().cpu() for state in states]
+    stops = list(itertools.accumulate(each.local.numel() for each in owned))
     given: list[_OfServer] = []
     for window in windows:
         described: list[dict[str, Any]] = []
         tensors: list[torch.Tensor] = []
-        first = window.start
-        for _, elements in blueprint.window(window.start, window.stop).runs:
+        for each, state, stop in zip(owned, states, stops, strict=True):
+            start = stop - each.local.numel()
+            low, high = max(start, window.start), min(stop, window.stop)
+            if low >= high:
+                continue
             here: dict[str, Any] = {}
-            for key, parts in flat.items():
-                if all(part.numel() == each.local.numel() for part, each in zip(parts, owned, strict=True)):
-                    tensor = torch.cat([part.reshape(-1) for part in parts])[first : first + elements]
-                else:
-                    tensor = parts[next(at for at, end in enumerate(ends) if end > first)]
+            for key, value in state.items():
+                if not isinstance(value, torch.Tensor):
+                    continue
+                tensor = local_part(value).detach().cpu()
+                if key != "step" and tensor.numel() == each.local.numel():
+                    tensor = tensor.reshape(-1)[low - start : high - start]
                 here[key] = [str(tensor.dtype), list(tensor.shape)]
                 tensors.append(tensor.contiguous())
             described.append(here)
-            first += elements
         given.append((described, tensors))
     return given
 

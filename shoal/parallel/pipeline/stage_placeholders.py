@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from torch.overrides import resolve_name
 
 from shoal.errors import ModelError
 
-__all__ = ["NOT_KNOWN", "EndOfStage", "Forward", "Gap", "Place", "disordered"]
+__all__ = ["NOT_KNOWN", "Beside", "EndOfStage", "Forward", "Gap", "Place", "disordered"]
 
 NOT_KNOWN = -1
 """Stands for the number of elements of a part that no stage has run yet."""
@@ -48,6 +48,19 @@ class Place(NamedTuple):
     part: Any
 
 
+class Beside(Protocol):
+    """What a model sends from stage to stage beside the hidden state, in one message."""
+
+    def enter(self, message: Tensor) -> Tensor:
+        """Return the hidden state in what a stage received."""
+
+    def begin(self) -> None:
+        """Give the rest to the model's forward, which has reached the stage's first module."""
+
+    def leave(self, hidden: Tensor) -> Tensor:
+        """Return what a stage sends, with this hidden state."""
+
+
 class EndOfStage(BaseException):
     """Ends the model's forward after a stage's last module; `except Exception` does not catch it."""
 
@@ -59,16 +72,18 @@ class Forward:
     Args:
         last: Number of the last piece.
         parts: Number of parts.
+        beside: What is sent beside the hidden state; None for nothing.
 
     Attributes:
-        leaving: The hidden state after the stage's last module; None before.
+        leaving: What the stage sends after its last module; None before.
         has_entered: Whether the stage's first module has got what the stage received.
         results: Number of elements that each part returns in a tuple; 0 for the hidden state alone; or
             `NOT_KNOWN`.
     """
 
-    def __init__(self, last: int, parts: int) -> None:
+    def __init__(self, last: int, parts: int, beside: Beside | None = None) -> None:
         self.last = last
+        self._beside = beside
         self.leaving: Tensor | None = None
         self.has_entered = False
         self.results = [NOT_KNOWN] * parts
@@ -77,7 +92,9 @@ class Forward:
 
     @contextmanager
     def through(self, entering: Tensor | None, pieces: range) -> Iterator[Forward]:
-        """Run a forward through these pieces; `entering` is the input of the first."""
+        """Run a forward through these pieces; `entering` is what the stage received."""
+        if entering is not None and self._beside is not None:
+            entering = self._beside.enter(entering)
         self._entering, self._stop = entering, pieces.stop
         self.has_entered = entering is None
         try:
@@ -90,6 +107,8 @@ class Forward:
         if self.has_entered or self._entering is None:
             return None
         self.has_entered = True
+        if self._beside is not None:
+            self._beside.begin()
         if arguments:
             return (self._entering, *arguments[1:]), named
         return arguments, named | {next(iter(named)): self._entering}
@@ -128,7 +147,7 @@ class Forward:
             leaving = next(iter((*arguments, *named.values())), None)
             if not isinstance(leaving, Tensor) or not leaving.is_floating_point():
                 raise disordered(f"piece {piece} of a model got no hidden state as its first argument")
-            self.leaving = leaving
+            self.leaving = leaving if self._beside is None else self._beside.leave(leaving)
             raise EndOfStage
         given = self.results[number]
         if self._entering is None or self.has_entered:

@@ -28,12 +28,22 @@ from shoal.parallel.pipeline.stage_layout import (
     parts_by_piece,
     tied_names,
 )
-from shoal.parallel.pipeline.stage_placeholders import NOT_KNOWN, EndOfStage, Forward, Gap, Place, disordered
+from shoal.parallel.pipeline.stage_placeholders import (
+    NOT_KNOWN,
+    Beside,
+    EndOfStage,
+    Forward,
+    Gap,
+    Place,
+    disordered,
+)
 
 __all__ = ["Stage", "take_stages"]
 
 
-def take_stages(model: nn.Module, layout: StageLayout, ranges: Mapping[int, range]) -> list[Stage]:
+def take_stages(
+    model: nn.Module, layout: StageLayout, ranges: Mapping[int, range], beside: Beside | None = None
+) -> list[Stage]:
     """Keep the parts of a model that some stages need, in place, and return these stages.
 
     On the meta device nothing is allocated. Parameters are not changed, and may be replaced afterwards. The
@@ -44,6 +54,7 @@ def take_stages(model: nn.Module, layout: StageLayout, ranges: Mapping[int, rang
         layout: The layout that names its pieces.
         ranges: The pieces of each of this rank's stages, by the stage's number. Piece 0 is the embedding,
             pieces 1 to L are the blocks, and piece L + 1 is the end.
+        beside: What stages send beside the hidden state; None for nothing.
 
     Returns:
         The stages by ascending number.
@@ -58,7 +69,7 @@ def take_stages(model: nn.Module, layout: StageLayout, ranges: Mapping[int, rang
     places = _places(model, layout)
     _require_ranges(ranges, places, len(names))
     _require_own_parameters(names, tied, ranges)
-    forward = Forward(len(names) - 1, len(places))
+    forward = Forward(len(names) - 1, len(places), beside)
     own = {piece for pieces in ranges.values() for piece in pieces}
     kept = []
     for place in places:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shoal.models.loss import IGNORED
+from shoal.models.loss_factor import LossFactor
 from shoal.parallel.communication import Axis, new_buffer
 from shoal.parallel.tensor.sequence_parts import cut, new_parts, start_gather, start_reduce_scatter
 
@@ -36,12 +37,14 @@ class SplitLogits(NamedTuple):
         axis: The ranks that have the other parts.
         first_row: The first token of the part.
         vocabulary: Number of tokens in all.
+        loss_factor: The factor on the loss, for auxiliary losses; None if nobody needs it.
     """
 
     local: Tensor
     axis: Axis
     first_row: int
     vocabulary: int
+    loss_factor: LossFactor | None = None
 
     def token_loss(self, targets: Tensor) -> Tensor:
         """Return the cross-entropy of each target in nats `[batch, seq]`, fp32; nothing is gathered."""
