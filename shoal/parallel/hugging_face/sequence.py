@@ -38,6 +38,7 @@ from shoal.parallel.tensor.tensor_layout import Split, TensorLayout
 __all__ = [
     "attend_over_ranks",
     "beside_attention",
+    "not_attention",
     "query_heads",
     "refuse_labels",
     "require_attention",
@@ -153,6 +154,12 @@ def beside_attention(model: Any) -> dict[str, bool]:
         f"it has layers of {', '.join(sorted(kinds))}": bool(kinds),
         f"{''.join(along[:1])} reads several positions of the sequence": bool(along),
     }
+
+
+def not_attention(model: Any) -> list[str]:
+    """Return the kinds of layers, by the configuration, that mix a sequence by other means than attention."""
+    kinds = {*(getattr(model.config, "layer_types", None) or ())}
+    return sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
 
 
 def require_window(config: Any, sequence: int) -> None:
