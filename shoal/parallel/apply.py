@@ -23,6 +23,7 @@ from shoal.parallel.data.resident import resident
 from shoal.parallel.data.strategy import Setup, Strategy
 from shoal.parallel.data.zero3 import zero3
 from shoal.parallel.device_memory import memory_of_a_rank
+from shoal.parallel.division_probe import DivisionProbe
 from shoal.parallel.exchange.compressing import Compressing
 from shoal.parallel.expert.expert import cut_experts, expert_parallel, require_experts
 from shoal.parallel.first_values import take_first_values
@@ -100,8 +101,9 @@ def parallelize(
     on = place(model, device)
     recorder = recorder if recorder is not None else NullRecorder()
     blocks = list(find_blocks(model) if blocks is None else blocks)
+    probe = DivisionProbe(model, plan, on, None if batch is None else batch.sequence)
     _choose_products(plan, blocks, on)
-    layout = None if plan.tp == 1 else layout_of(model) if layout is None else layout
+    given, layout = layout, None if plan.tp == 1 else layout_of(model) if layout is None else layout
     pieces = None
     if plan.pp > 1:
         room = _room(model, plan, layout, batch, on) if plan.split == "cost" else None
@@ -118,6 +120,7 @@ def parallelize(
 
     split = TensorCuts({}, {}) if layout is None else cut_tensors(model, layout, plan, axes.tp.index)
     experts = cut_experts(model, axes.ep) if plan.ep > 1 else {}
+    probe.require_equal(axes, given, _divide_layers)
     named = dict(model.named_parameters())  # a parameter that two modules share has one name
     partial = frozenset() if layout is None else layout.partial_of(named)
     cuts = {name: cut for name, cut in {**split.cuts, **experts}.items() if name in named}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shoal.errors import ModelError
 from shoal.models import Transformer
 from shoal.parallel.hugging_face.documents import MASKS, use_masks
-from shoal.parallel.hugging_face.sequence import not_attention
+from shoal.parallel.hugging_face.layout import not_attention
 from shoal.parallel.model_probe import Probe, cannot_probe, difference, is_hugging_face
 
 __all__ = ["DocumentsGuard", "require_documents"]

@@ -59,6 +59,7 @@ class Probe:
 
     Attributes:
         module: The copy, in fp32 and in evaluation mode.
+        is_new: Whether its values are new, and so equal on all ranks.
 
     Raises:
         Exception: The model cannot be copied; any kind, as its own code raises it.
@@ -68,7 +69,8 @@ class Probe:
         with isolated(device), _quiet(), torch.no_grad():
             is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
             size = sum(parameter.numel() for parameter in model.parameters())
-            if is_hugging_face(model) and (anew or is_meta or size > _LARGE):
+            self.is_new = is_hugging_face(model) and (anew or is_meta or size > _LARGE)
+            if self.is_new:
                 made = _like(model)
             elif is_meta:
                 made = _filled(model, device)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from shoal.parallel.data.blocks import find_blocks
 
-__all__ = ["MASKS", "REGISTERED", "counted_positions", "decoder_of", "padding_before", "use_masks"]
+__all__ = ["MASKS", "REGISTERED", "Counts", "counted_positions", "decoder_of", "padding_before", "use_masks"]
 
 REGISTERED = "shoal"
 """The name under which attention over ranks is registered with transformers."""
@@ -79,6 +79,32 @@ def counted_positions(tokens: Tensor, position_ids: Tensor | None, padding: int)
         starts = torch.arange(tokens.shape[1], device=tokens.device) - position_ids.expand_as(tokens)
         counted = counted - (counted - counts).gather(1, starts)
     return counted * counts + padding
+
+
+class Counts(NamedTuple):
+    """How a model counts positions that it is not given.
+
+    Attributes:
+        padding: The padding token that it leaves out, as `counted_positions` does; None if it counts all.
+        whole: Gives the tokens of all ranks, given this rank's.
+    """
+
+    padding: int | None
+    whole: Callable[[Tensor], Tensor]
+
+    def of(self, held: Tensor, own: Tensor, position_ids: Tensor | None) -> Tensor:
+        """Return the positions of this rank's part of a model's input.
+
+        Args:
+            held: The part, tokens `[batch, seq / size]` or their embeddings.
+            own: Where it lies in the samples, `[seq / size]`.
+            position_ids: The positions `[batch, seq]` that the model was given, if it was.
+        """
+        if self.padding is None or (position_ids is not None and bool((position_ids > self.padding).all())):
+            return own[None] if position_ids is None else position_ids[:, own]
+        if held.is_floating_point():
+            return own[None] + self.padding + 1
+        return counted_positions(self.whole(held), position_ids, self.padding)[:, own]
 
 
 def _with_masks(
