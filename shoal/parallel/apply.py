@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,9 +121,9 @@ def parallelize(
 
     split = TensorCuts({}, {}) if layout is None else cut_tensors(model, layout, plan, axes.tp.index)
     experts = cut_experts(model, axes.ep) if plan.ep > 1 else {}
-    probe.require_equal(axes, given, _divide_layers)
+    probe.require_equal(axes, partial(_divide_copy, plan=plan, layout=given))
     named = dict(model.named_parameters())  # a parameter that two modules share has one name
-    partial = frozenset() if layout is None else layout.partial_of(named)
+    summed = frozenset() if layout is None else layout.partial_of(named)
     cuts = {name: cut for name, cut in {**split.cuts, **experts}.items() if name in named}
     dtype = _DTYPES[plan.element_bytes]
     in_fp32 = kept_in_fp32(model)
@@ -148,7 +149,7 @@ def parallelize(
         compressing=Compressing.of(plan),
         first_values=first_values,
         cuts=cuts,
-        narrowed=partial.union(split.narrowed),
+        narrowed=summed.union(split.narrowed),
         experts=frozenset(experts),
         storage=storage,
         unfilled=frozenset(unfilled),
@@ -207,6 +208,19 @@ def _divide_layers(
         axes.sequence,
         lambda part, on: residual_positions(part, axes, plan.context, on),
     )
+
+
+def _divide_copy(model: nn.Module, axes: Axes, *, plan: Plan, layout: TensorLayout | None) -> None:
+    """Cut the parameters of a copy of the model, and divide its layers among the ranks."""
+    split = TensorCuts({}, {})
+    if plan.tp > 1:
+        layout = layout_of(model) if layout is None else layout  # the copy may have fewer layers
+        split = cut_tensors(model, layout, plan, axes.tp.index)
+    cuts = {**split.cuts, **(cut_experts(model, axes.ep) if plan.ep > 1 else {})}
+    for name, parameter in model.named_parameters():
+        if name in cuts:
+            parameter.data = cuts[name].of(parameter.data).contiguous()
+    _divide_layers(model, plan, axes, layout, split, None)
 
 
 def _cast_frozen(model: nn.Module, dtype: torch.dtype, in_fp32: frozenset[str]) -> None:

@@ -19,10 +19,7 @@ from shoal.errors import ModelError, PlanError, UserError
 from shoal.models import Transformer
 from shoal.parallel.axes import Axes
 from shoal.parallel.context.positions import local_sequence
-from shoal.parallel.expert.expert import cut_experts
 from shoal.parallel.model_probe import Probe, cannot_probe, difference, first_floats, is_hugging_face
-from shoal.parallel.tensor.tensor import TensorCuts, cut_tensors, layout_of
-from shoal.parallel.tensor.tensor_layout import TensorLayout
 from shoal.parallel.tensor.vocabulary import SplitLogits
 from shoal.plan import Plan
 
@@ -31,8 +28,8 @@ __all__ = ["DivisionProbe"]
 _LENGTH = 16
 """Tokens of a sample, about; some models take no more, and attention may have a window."""
 
-Divide = Callable[[nn.Module, Plan, Axes, TensorLayout | None, TensorCuts, None], None]
-"""Divides the layers of a model among the ranks, in place."""
+Divide = Callable[[nn.Module, Axes], None]
+"""Cuts the parameters of a model and divides its layers among the ranks, in place."""
 
 
 @final
@@ -58,15 +55,14 @@ class DivisionProbe:
             except Exception as error:  # whatever the model's own code raises
                 self._unknown = error
 
-    def require_equal(self, axes: Axes, layout: TensorLayout | None, divide: Divide) -> None:
+    def require_equal(self, axes: Axes, divide: Divide) -> None:
         """Check that the model computes the same divided among the ranks; all of them call this together.
 
         A model that takes no plain tokens, or no other input of one tensor, passes with a warning.
 
         Args:
             axes: The Plan's axes.
-            layout: The layout that the user gave, if one was given.
-            divide: Divides the layers.
+            divide: Divides a model as this one will be.
 
         Raises:
             PlanError: It computes something else, and would not with tensor=plain.
@@ -80,7 +76,7 @@ class DivisionProbe:
             except Exception as error:  # whatever the model's own code raises
                 self._unknown = error
             else:
-                if self._differs(self._probe, lengths, axes, layout, divide):
+                if self._differs(self._probe, lengths, axes, divide):
                     raise self._refused()
         if self._unknown is not None and axes.world.index == 0:
             cannot_probe(self._model, f"it computes the same under {self._plan}", self._unknown)
@@ -113,11 +109,10 @@ class DivisionProbe:
         probe: Probe,
         lengths: list[int],
         axes: Axes,
-        layout: TensorLayout | None,
         divide: Divide,
     ) -> bool:
         other = probe.copy()
-        self._divide(other.module, axes, layout, divide)
+        divide(other.module, axes)
         for length in lengths:
             try:
                 # Rounding may send a token to another expert, but not for other tokens as well.
@@ -149,17 +144,6 @@ class DivisionProbe:
         differs = torch.tensor([float(difference(found, expected) > 1)], device=found.device)
         axes.world.all_reduce(differs, "probe").wait()
         return bool(differs)
-
-    def _divide(self, module: nn.Module, axes: Axes, layout: TensorLayout | None, divide: Divide) -> None:
-        plan, split = self._plan, TensorCuts({}, {})
-        if plan.tp > 1:
-            layout = layout_of(module) if layout is None else layout
-            split = cut_tensors(module, layout, plan, axes.tp.index)
-        cuts = {**split.cuts, **(cut_experts(module, axes.ep) if plan.ep > 1 else {})}
-        for name, parameter in module.named_parameters():
-            if name in cuts:
-                parameter.data = cuts[name].of(parameter.data).contiguous()
-        divide(module, plan, axes, layout, split, None)
 
     def _refused(self, problem: str = "differs from one device's") -> UserError:
         name, plan = type(self._model).__name__, self._plan
