@@ -122,6 +122,7 @@ def parallelize(
     split = TensorCuts({}, {}) if layout is None else cut_tensors(model, layout, plan, axes.tp.index)
     experts = cut_experts(model, axes.ep) if plan.ep > 1 else {}
     probe.require_equal(axes, partial(_divide_copy, plan=plan, layout=given))
+    del probe  # it may hold values in another type
     named = dict(model.named_parameters())  # a parameter that two modules share has one name
     summed = frozenset() if layout is None else layout.partial_of(named)
     cuts = {name: cut for name, cut in {**split.cuts, **experts}.items() if name in named}

@@ -49,7 +49,8 @@ class DivisionProbe:
         self._sequence = sequence
         self._probe: Probe | None = None
         self._unknown: Exception | None = None
-        if type(model) is not Transformer and (plan.cp > 1 or plan.tensor != "plain"):
+        self._splits_stream = plan.tp > 1 and plan.tensor != "plain"
+        if type(model) is not Transformer and (plan.cp > 1 or self._splits_stream):
             try:
                 self._probe = Probe(model, device)
             except Exception as error:  # whatever the model's own code raises
@@ -85,7 +86,7 @@ class DivisionProbe:
         """Return the lengths that the Plan divides and that one device takes, the best one first."""
         plan, first = self._plan, None
         multiple = plan.cp * (2 if plan.cp > 1 and plan.context == "ring" else 1)
-        multiple *= 1 if plan.tensor == "plain" else plan.tp
+        multiple *= plan.tp if self._splits_stream else 1
         wanted = dict.fromkeys([-(-_LENGTH // multiple) * multiple, multiple, self._sequence or multiple])
         taken = []
         for length in wanted:
@@ -153,7 +154,7 @@ class DivisionProbe:
                 possible="models in which attention alone mixes the sequence, by shoal's causal_attention or "
                 "transformers' AttentionInterface, and positions are those of the whole sequence",
                 change="leave out cp"
-                + ("" if plan.tensor == "plain" else "; if that does not help, add tensor=plain"),
+                + ("; if that does not help, add tensor=plain" if self._splits_stream else ""),
             )
         return PlanError(
             f"tensor={plan.tensor} splits the sequence of {name} between blocks, and its output over ranks "

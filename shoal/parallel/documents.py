@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from shoal.errors import ModelError
 from shoal.models import Transformer
 from shoal.parallel.hugging_face.documents import MASKS, use_masks
-from shoal.parallel.hugging_face.layout import not_attention
+from shoal.parallel.hugging_face.layout import has_tensor_plan, not_attention
+from shoal.parallel.hugging_face.sequence import beside_attention
 from shoal.parallel.model_probe import Probe, cannot_probe, difference, is_hugging_face
 
 __all__ = ["DocumentsGuard", "require_documents"]
@@ -112,10 +113,12 @@ def _ask(model: nn.Module) -> _Answer:
         probe = Probe(model, torch.device("cpu") if is_theirs else _device_of(model), anew=is_theirs)
         problem = _problem(probe)
     except Exception as error:
-        return _Answer(unknown=error)
+        known = beside_attention(model) if has_tensor_plan(model) else {}
+        there = [each for each, is_there in known.items() if is_there]
+        return _Answer(refusal=_refused(model, there[0])) if there else _Answer(unknown=error)
     if not problem:
         return _Answer()
-    for name in MASKS if is_theirs else ():
+    for name in MASKS if has_tensor_plan(model) else ():
         masked = probe.copy()
         use_masks(masked.module, name)
         try:

@@ -73,6 +73,8 @@ class Probe:
             if self.is_new:
                 made = _like(model)
             elif is_meta:
+                if size > _LARGE:
+                    raise ValueError(f"{size} parameters are on the meta device, too many for one rank")
                 made = _filled(model, device)
             else:
                 made = _copied(model)
@@ -229,6 +231,7 @@ def _filled(model: Any, device: torch.device) -> nn.Module:
 def _like(model: Any) -> nn.Module:
     """Return a model of the same class and configuration, with new values; a smaller one if it is large."""
     config = copy.deepcopy(model.config)
+    config._attn_implementation = None  # fused kernels take no fp32; attention over ranks is not laid out
     make: Callable[[Any], nn.Module] = type(model)
     if _size(make, config) > _LARGE:
         _shrink(config)
