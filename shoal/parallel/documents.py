@@ -72,12 +72,13 @@ class DocumentsGuard:
 def require_documents(model: nn.Module) -> None:
     """Check that a model keeps the documents of packed samples apart if it gets their `position_ids`.
 
-    A model that cannot be asked passes with a warning that says why.
+    A model of Hugging Face gets the masks that it needs for that, in place. A model that cannot be asked
+    passes with a warning that says why.
 
     Raises:
         ModelError: It takes none; or one document changes with another, or differs from what it is alone.
     """
-    _ask(model).settle(model)
+    DocumentsGuard(model).require(is_promised=True)
 
 
 class _Answer(NamedTuple):
