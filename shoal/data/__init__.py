@@ -21,7 +21,15 @@ from shoal.data.mixture import AnyCorpus, MixedCorpus, prepare
 from shoal.data.packed import Packed, PackedSamples
 from shoal.data.permutation import order
 from shoal.data.prefetch import Prefetcher
-from shoal.data.samples import MapSamples, Samples, TokenSamples, all_targets_count, as_samples, fetch
+from shoal.data.samples import (
+    MapSamples,
+    Samples,
+    TokenSamples,
+    all_targets_count,
+    are_packed,
+    as_samples,
+    fetch,
+)
 from shoal.data.streamed import StreamedCorpus, StreamedSamples
 from shoal.data.tokenizer import Tokenizer, open_tokenizer
 
@@ -47,6 +55,7 @@ __all__ = [
     "Tokenizer",
     "all_targets_count",
     "are_numbers",
+    "are_packed",
     "as_samples",
     "fetch",
     "key_of",

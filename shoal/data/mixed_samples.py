@@ -37,6 +37,7 @@ class MixedSamples:
     def __init__(self, parts: Sequence[TokenSamples | PackedSamples], weights: Sequence[float]) -> None:
         self._parts = parts
         self.all_targets_count = all(part.all_targets_count for part in parts)
+        self.is_packed = any(isinstance(part, PackedSamples) for part in parts)
         once = max(len(part) / weight for part, weight in zip(parts, weights, strict=True))
         self.counts = tuple(
             max(len(part), round(once * weight)) for part, weight in zip(parts, weights, strict=True)

@@ -44,6 +44,7 @@ class PackedSamples:
 
     deterministic = True
     all_targets_count = False
+    is_packed = True
 
     def __init__(self, samples: TokenSamples, end: int) -> None:
         self._samples = samples

@@ -25,6 +25,7 @@ __all__ = [
     "Samples",
     "TokenSamples",
     "all_targets_count",
+    "are_packed",
     "as_samples",
     "fetch",
     "is_deterministic",
@@ -217,6 +218,11 @@ def as_samples(data: Any) -> Samples[Any]:
 def all_targets_count(samples: Samples[Any]) -> bool:
     """Return whether samples say that none of their targets is -100."""
     return bool(getattr(samples, "all_targets_count", False))
+
+
+def are_packed(samples: Samples[Any]) -> bool:
+    """Return whether samples say that they hold documents that are kept apart."""
+    return bool(getattr(samples, "is_packed", False))
 
 
 def is_deterministic(samples: Samples[Any]) -> bool:

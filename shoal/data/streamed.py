@@ -157,6 +157,7 @@ class StreamedSamples:
         self._has_rows = bool(form.labels) or form.has_conversations
         self.sequence = sequence
         self.all_targets_count = form.end is None and not form.has_conversations
+        self.is_packed = form.end is not None
         self._orders: dict[int, StreamOrder] = {}
         self._reached: dict[int, int] = {}
         self._mutex = threading.RLock()

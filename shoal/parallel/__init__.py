@@ -10,7 +10,7 @@ Nouns: Parallel (a model laid over the ranks), Axis (a group with its collective
 from shoal.parallel.apply import parallelize, require_layout, require_trainable
 from shoal.parallel.axes import Axes
 from shoal.parallel.communication import Axis, Pending
-from shoal.parallel.documents import require_documents
+from shoal.parallel.documents import DocumentsGuard, require_documents
 from shoal.parallel.exchange.guided_updates import GuidedUpdates
 from shoal.parallel.exchange.local_updates import LocalUpdates
 from shoal.parallel.exchange.outer_settings import Outer, outer_settings
@@ -36,6 +36,7 @@ __all__ = [
     "Axis",
     "Batch",
     "Composed",
+    "DocumentsGuard",
     "FirstValues",
     "Frozen",
     "GradientNorm",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from shoal.parallel.data.resident import resident
 from shoal.parallel.data.strategy import Setup, Strategy
 from shoal.parallel.data.zero3 import zero3
 from shoal.parallel.device_memory import memory_of_a_rank
+from shoal.parallel.division_probe import DivisionProbe
 from shoal.parallel.exchange.compressing import Compressing
 from shoal.parallel.expert.expert import cut_experts, expert_parallel, require_experts
 from shoal.parallel.first_values import take_first_values
@@ -101,8 +103,9 @@ def parallelize(
     on = place(model, device)
     recorder = recorder if recorder is not None else NullRecorder()
     blocks = list(find_blocks(model) if blocks is None else blocks)
+    probe = DivisionProbe(model, plan, on, None if batch is None else batch.sequence)
     _choose_products(plan, blocks, on)
-    layout = None if plan.tp == 1 else layout_of(model) if layout is None else layout
+    given, layout = layout, None if plan.tp == 1 else layout_of(model) if layout is None else layout
     pieces = None
     if plan.pp > 1:
         room = _room(model, plan, layout, batch, on) if plan.split == "cost" else None
@@ -119,8 +122,10 @@ def parallelize(
 
     split = TensorCuts({}, {}) if layout is None else cut_tensors(model, layout, plan, axes.tp.index)
     experts = cut_experts(model, axes.ep) if plan.ep > 1 else {}
+    probe.require_equal(axes, partial(_divide_copy, plan=plan, layout=given))
+    del probe  # it may hold values in another type
     named = dict(model.named_parameters())  # a parameter that two modules share has one name
-    partial = frozenset() if layout is None else layout.partial_of(named)
+    summed = frozenset() if layout is None else layout.partial_of(named)
     cuts = {name: cut for name, cut in {**split.cuts, **experts}.items() if name in named}
     dtype = _DTYPES[plan.element_bytes]
     in_fp32 = kept_in_fp32(model)
@@ -146,7 +151,7 @@ def parallelize(
         compressing=Compressing.of(plan),
         first_values=first_values,
         cuts=cuts,
-        narrowed=partial.union(split.narrowed),
+        narrowed=summed.union(split.narrowed),
         experts=frozenset(experts),
         storage=storage,
         unfilled=frozenset(unfilled),
@@ -206,6 +211,19 @@ def _divide_layers(
         axes.sequence,
         lambda part, on: residual_positions(part, axes, plan.context, on),
     )
+
+
+def _divide_copy(model: nn.Module, axes: Axes, *, plan: Plan, layout: TensorLayout | None) -> None:
+    """Cut the parameters of a copy of the model, and divide its layers among the ranks."""
+    split = TensorCuts({}, {})
+    if plan.tp > 1:
+        layout = layout_of(model) if layout is None else layout  # the copy may have fewer layers
+        split = cut_tensors(model, layout, plan, axes.tp.index)
+    cuts = {**split.cuts, **(cut_experts(model, axes.ep) if plan.ep > 1 else {})}
+    for name, parameter in model.named_parameters():
+        if name in cuts:
+            parameter.data = cuts[name].of(parameter.data).contiguous()
+    _divide_layers(model, plan, axes, layout, split, None)
 
 
 def _cast_frozen(model: nn.Module, dtype: torch.dtype, in_fp32: frozenset[str]) -> None:

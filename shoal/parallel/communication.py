@@ -10,6 +10,7 @@ at the span's start, waits for the collective, and has the event at its end. No 
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -177,6 +178,12 @@ class Axis:
         group = dist.group.WORLD if self.group is None else self.group
         assert group is not None
         return group
+
+    def unrecorded(self) -> Axis:
+        """Return the same axis without spans."""
+        axis = copy.copy(self)
+        axis._recorder = NullRecorder()
+        return axis
 
     def mesh(self, device_type: str) -> DeviceMesh:
         """Return the axis as a mesh of one dim, for DTensors over it; the axis has more than one rank."""

@@ -45,6 +45,7 @@ from shoal.models import next_token_loss
 from shoal.models.loss import IGNORED, cross_entropy
 from shoal.models.nested import map_tensors, tensors_in
 from shoal.parallel import Parallel
+from shoal.parallel.documents import DocumentsGuard
 
 __all__ = ["Counted", "Loss", "MicroBatch", "Reader"]
 
@@ -122,9 +123,15 @@ class Reader:
         model: The model, before it is laid over ranks.
         loss: The user's loss; None for the default.
         counted: The user's count of elements; None for the default.
+        packed: Whether the data says that it holds documents that are kept apart.
+
+    Raises:
+        ModelError: The data holds such documents, and the model does not keep them apart.
     """
 
-    def __init__(self, model: nn.Module, loss: Loss | None, counted: Counted | None) -> None:
+    def __init__(
+        self, model: nn.Module, loss: Loss | None, counted: Counted | None, *, packed: bool = False
+    ) -> None:
         self._loss = loss
         self._coefficient = _auxiliary_coefficient(model)
         self._next_token_loss: Loss = partial(self._with_auxiliary, next_token_loss)
@@ -132,6 +139,9 @@ class Reader:
         self._shifts = _shifts_labels(model)
         self._name = type(model).__name__
         self._takes = inspect.signature(model.forward)
+        self._documents = DocumentsGuard(model)
+        if packed:
+            self._documents.require(is_promised=True)
 
     def compile_loss(self, compile: Callable[[Any], Any]) -> None:
         """Compute the loss of next tokens by a compiled function; a loss of the user stays as it is."""
@@ -159,6 +169,7 @@ class Reader:
         plan = parallel.plan
         arguments, named, targets, loss = self._parts(batch, is_cut=plan.tp * plan.cp * plan.pp > 1)
         self._require_taken(arguments, named)
+        self._require_documents(batch, named)
         length = next((each.shape[1] for each in tensors_in((arguments, named)) if each.dim() > 1), None)
 
         def part(tensor: torch.Tensor) -> torch.Tensor:
@@ -229,6 +240,15 @@ class Reader:
                 change="give batches with these inputs: pairs of inputs and targets, or mappings from "
                 "argument names of the forward; a collate function of shoal.data.MapSamples can make them",
             ) from None
+
+    def _require_documents(self, batch: Any, named: Mapping[str, Any]) -> None:
+        """Check that the model keeps documents apart if the batch holds several in a sample."""
+        positions = named.get(_POSITIONS)
+        if not isinstance(positions, torch.Tensor) or named.get("attention_mask") is not None:
+            return
+        is_promised = not isinstance(batch, Mapping) and isinstance(batch[0], Packed)
+        if is_promised or (positions.dim() == 2 and bool((positions.diff() < 0).any())):
+            self._documents.require(is_promised=is_promised)
 
     def _one_input(
         self, arguments: tuple[Any, ...], named: dict[str, Any], loss: Loss | None

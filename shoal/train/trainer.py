@@ -14,7 +14,7 @@ from torch import nn
 
 from shoal.checkpoint import Coordinator, ProcessGroupCoordinator, SingleProcess
 from shoal.collectives import keep_freed_memory
-from shoal.data import Loader, as_samples
+from shoal.data import Loader, are_packed, as_samples
 from shoal.models import Transformer
 from shoal.parallel import Batch, Parallel, Replicas, own_device, parallelize
 from shoal.parallel.compiled import compiled
@@ -157,7 +157,7 @@ class Trainer:
         self._listeners = Listeners(record, on_step, on_validation, on_save, on_decision)
         self._recorder = (recorder if record is None else record.recorder) or NullRecorder()
         names = [name for name, _ in model.named_parameters()]
-        self._reader = Reader(model, loss, counted)
+        self._reader = Reader(model, loss, counted, packed=are_packed(samples))
         self._loader = Loader(samples, seed=seed, batch_size=batch)
         self.parallel: Parallel = parallelize(
             model,

@@ -8,6 +8,13 @@ from shoal.errors import ModelError, PlanError
 from shoal.parallel import parallelize, require_layout
 from shoal.plan import Plan
 
+ROBERTA = {
+    "is_decoder": True,
+    "pad_token_id": 1,
+    "max_position_embeddings": SEQ + 2,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 
 
@@ -75,6 +82,48 @@ def test_too_few_heads_for_ulysses_are_refused():
         require_layout(model, Plan.parse("cp=4,tp=2,context=ulysses"), SEQ)
 
 
+def refused_at_start(kind, changes):
+    with pytest.raises(ModelError) as caught:
+        parallelize(build(kind, changes), "cp=2")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        ("gpt_oss", {"pad_token_id": 0, "layer_types": ["full_attention"] * 2}, "gets s_aux"),
+        (
+            "deepseek_v3",
+            dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8)
+            | {"q_lora_rank": 8, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2}
+            | {"n_group": 1, "topk_group": 1},
+            "values and keys of different widths",
+        ),
+        ("roberta", {"is_decoder": False}, "is not causal"),
+    ],
+)
+def test_what_only_a_forward_shows_is_refused_before_the_first_step(ranks, kind, changes, message):
+    assert message in ranks.run(refused_at_start, 2, kind, changes)[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        (
+            "opt",
+            {"dropout": 0.0, "ffn_dim": 48, "word_embed_proj_dim": 32},
+        ),  # passes base_model by
+        ("roberta", ROBERTA),  # counts positions from above its padding token, which it leaves out
+        ("xlm-roberta", ROBERTA),
+        ("camembert", ROBERTA),
+        ("data2vec-text", ROBERTA),
+    ],
+)
+@pytest.mark.parametrize("plan", ["cp=2", "cp=2,context=ulysses,recompute=full"])
+def test_positions_that_a_model_counts_are_those_of_the_whole_sequence(ranks, alone, kind, changes, plan):
+    check(ranks, alone, kind, plan, **changes)
+
+
 def refused(kind, changes, given):
     parallel = parallelize(build(kind, changes), "cp=2")
     with pytest.raises((ModelError, PlanError)) as caught:
@@ -88,8 +137,6 @@ def refused(kind, changes, given):
         ("llama", {}, {"attention_mask": torch.ones(1, SEQ // 2)}, "attention_mask was given"),
         ("llama", {}, {"position_ids": torch.arange(SEQ // 2)[None]}, "position_ids of 8 positions"),
         ("mistral", {"sliding_window": 4}, {}, "a window of 4 tokens"),
-        ("gpt_oss", {"pad_token_id": 0, "layer_types": ["full_attention"] * 2}, {}, "gets s_aux"),
-        ("deepseek_v3", {}, {}, "values and keys of different widths"),
     ],
 )
 def test_what_only_a_forward_shows_is_refused_there(ranks, kind, changes, given, message):

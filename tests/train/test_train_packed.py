@@ -28,6 +28,15 @@ OF_HUGGING_FACE = {
 }
 
 
+CHANGES = {
+    "gpt2": {"n_positions": SEQ} | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    "gpt_oss": {"num_local_experts": 4, "sliding_window": 8, "head_dim": 8},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "roberta": {"is_decoder": True, "pad_token_id": 1, "max_position_embeddings": SEQ + 2}
+    | dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
+}
+
+
 def stream():
     """A stream of documents of 1 to 40 tokens, each of which ends with `END`."""
     chance = np.random.default_rng(3)
@@ -70,8 +79,7 @@ def build(kind):
         return model
     import transformers
 
-    changes = {"n_positions": SEQ} | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    config = transformers.AutoConfig.for_model(kind, **OF_HUGGING_FACE, **(changes if kind == "gpt2" else {}))
+    config = transformers.AutoConfig.for_model(kind, **(OF_HUGGING_FACE | CHANGES.get(kind, {})))
     return transformers.AutoModelForCausalLM.from_config(config).float().train()
 
 
@@ -165,10 +173,16 @@ def alone():
         ("llama", "pp=2,microbatch=1,recompute=full"),
         ("gpt2", "pp=2,microbatch=1"),
         ("gpt2", "cp=2"),
+        ("gpt_oss", "dp=2,shard=zero3,microbatch=1"),
+        ("gpt_oss", "pp=2,microbatch=1,recompute=full"),
+        ("opt", "dp=2,shard=zero2,microbatch=1"),
+        ("opt", "cp=2"),
+        ("roberta", "cp=2,context=ulysses"),
+        ("roberta", "dp=2,shard=zero1,microbatch=1"),
     ],
 )
 def test_packed_samples_train_under_a_plan_as_on_one_device(ranks, alone, kind, plan):
-    if kind in ("llama", "gpt2"):
+    if kind not in ("own", "a user's"):
         pytest.importorskip("transformers")
     losses, weights = alone(kind)
     results = ranks.run(train, Plan.parse(plan).ranks, kind, plan)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from shoal.errors import ModelError
 from shoal.models.transformer import Attention, causal_attention, positions_from_zero
 from shoal.parallel.communication import Axis
-from shoal.parallel.context.positions import POSITIONS
+from shoal.parallel.context.positions import POSITIONS, whole_sequence
 from shoal.parallel.context.ring_attention import ring_attention
 from shoal.parallel.context.ulysses import require_heads, ulysses_attention
 from shoal.parallel.hugging_face.layout import has_tensor_plan
@@ -65,7 +65,8 @@ def context_parallel(model: nn.Module, axis: Axis, attention: str) -> None:
     attend: Any = partial(_ATTENTIONS[attention], axis=axis)
     positions: Any = partial(_positions, axis=axis, attention=attention)
     if has_tensor_plan(model):
-        attend_over_ranks(model, axis.size, attend, positions)
+        whole: Any = partial(whole_sequence, axis=axis, attention=attention)
+        attend_over_ranks(model, axis.size, attend, positions, whole)
         return
     for module, name in _attributes(model, causal_attention):
         setattr(module, name, attend)

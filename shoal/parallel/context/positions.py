@@ -25,6 +25,7 @@ __all__ = [
     "local_sequence",
     "require_sequence",
     "residual_positions",
+    "whole_sequence",
     "zigzag_positions",
 ]
 
@@ -91,6 +92,22 @@ def local_sequence(tensor: Tensor, axis: Axis, attention: str, *, dim: int = 1) 
         return tensor
     positions = POSITIONS[attention](tensor.shape[dim], axis.size, axis.index, tensor.device)
     return tensor.index_select(dim, positions)
+
+
+def whole_sequence(part: Tensor, axis: Axis, attention: str) -> Tensor:
+    """Return the whole `[batch, seq]` of which each rank has a part; all ranks of the axis call it together.
+
+    Args:
+        part: This rank's part, `[batch, seq / axis.size]`, as `local_sequence` cuts it.
+        axis: The context axis.
+        attention: A name in `POSITIONS`.
+    """
+    parts = part.new_empty((axis.size, *part.shape))
+    parts[axis.index] = part
+    axis.all_gather(parts, "tokens").wait()
+    seq = part.shape[1] * axis.size
+    held = [POSITIONS[attention](seq, axis.size, index, part.device) for index in range(axis.size)]
+    return parts.transpose(0, 1).flatten(1)[:, torch.cat(held).argsort()]
 
 
 def require_sequence(seq: int, size: int, attention: str) -> None:

@@ -8,7 +8,8 @@ differ is refused too. Experts are not split: every rank has all of them, for it
 
 The embedding and the head are split by the vocabulary if they only look up and multiply; then the `logits` of
 the model's output are `SplitLogits`. Otherwise they stay whole on every rank, and only `tensor=plain` works:
-logits of a part of the sequence would be of no use.
+logits of a part of the sequence would be of no use. The same holds for models with layers other than
+attention that mix a sequence.
 """
 
 from __future__ import annotations
@@ -23,7 +24,14 @@ from shoal.errors import PlanError
 from shoal.models import base_layer
 from shoal.parallel.tensor.tensor_layout import Split, TensorLayout
 
-__all__ = ["fit_heads", "has_tensor_plan", "layout_of_hugging_face", "splits_attention"]
+__all__ = [
+    "along_the_sequence",
+    "fit_heads",
+    "has_tensor_plan",
+    "layout_of_hugging_face",
+    "not_attention",
+    "splits_attention",
+]
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj")
 _NORMS_OF_HEADS = "replicated_with_grad_allreduce"
@@ -36,6 +44,21 @@ _HARMLESS_DROPOUT = ("attention", "attn", "classifier", "summary")  # in attenti
 def has_tensor_plan(model: nn.Module) -> bool:
     """Return whether a model has a configuration like those of transformers, which need not be installed."""
     return hasattr(getattr(model, "config", None), "base_model_tp_plan")
+
+
+def along_the_sequence(model: nn.Module) -> list[str]:
+    """Return the names of layers that read several positions of a sequence by themselves."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.RNNBase) or (isinstance(module, nn.Conv1d) and module.kernel_size != (1,))
+    ]
+
+
+def not_attention(model: Any) -> list[str]:
+    """Return the kinds of layers, by the configuration, that mix a sequence by other means than attention."""
+    kinds = {*(getattr(model.config, "layer_types", None) or ())}
+    return sorted(kind for kind in kinds if "attention" not in kind or "linear" in kind)
 
 
 def layout_of_hugging_face(model: nn.Module) -> TensorLayout:
@@ -69,6 +92,7 @@ def layout_of_hugging_face(model: nn.Module) -> TensorLayout:
     _require_no_dropout(model, config)
     embedding, head = _vocabulary(model, config)
     is_split = embedding is not None and head is not None
+    is_split &= not not_attention(model) and not along_the_sequence(model)
     return TensorLayout(splits, embedding, head, sequence=is_split, partial=tuple(partial))
 
 

@@ -31,7 +31,13 @@ from shoal.models.documents import Documents
 from shoal.parallel.axes import Axes
 from shoal.parallel.communication import Axis
 from shoal.parallel.data.blocks import find_blocks
-from shoal.parallel.hugging_face.layout import splits_attention
+from shoal.parallel.hugging_face.documents import (
+    REGISTERED,
+    Counts,
+    decoder_of,
+    padding_before,
+)
+from shoal.parallel.hugging_face.layout import along_the_sequence, splits_attention
 from shoal.parallel.tensor.named_layers import matching_modules
 from shoal.parallel.tensor.tensor_layout import Split, TensorLayout
 
@@ -46,8 +52,6 @@ __all__ = [
     "use_no_cache",
 ]
 
-_REGISTERED = "shoal"
-_ALONG_THE_SEQUENCE = (nn.Conv1d, nn.RNNBase)
 _ATTENDED = ("full_attention", "sliding_attention")
 _COUNTED = ("dynamic", "longrope")  # kinds of rotary embedding that depend on the length of the input
 _NO_CHANGE = {  # arguments of attention that leave its result unchanged
@@ -82,6 +86,7 @@ def attend_over_ranks(
     size: int,
     attend: Callable[..., Tensor],
     positions: Callable[[int, torch.device], Tensor],
+    whole: Callable[[Tensor], Tensor],
 ) -> None:
     """Make a model's attention reach over the ranks that hold parts of a sequence, in place.
 
@@ -91,16 +96,19 @@ def attend_over_ranks(
         attend: Causal attention of query `[batch, heads, seq / size, head_dim]` to keys and values
             `[batch, kv_heads, seq / size, head_dim]`, within `documents`.
         positions: Gives the positions `[seq / size]` that this rank holds, given `seq / size` and a device.
+        whole: Gives the tokens `[batch, seq]` of all ranks, given this rank's.
     """
     from transformers import AttentionInterface
 
-    AttentionInterface.register(_REGISTERED, _registered)
-    model.set_attn_implementation(_REGISTERED)
-    packing = _Packing()
+    AttentionInterface.register(REGISTERED, _registered)
+    model.set_attn_implementation(REGISTERED)
+    held = _Held()
     for module in model.modules():  # transformers decides which module attends; it may be any
-        module.attend, module.packing = attend, packing
-    model.base_model.register_forward_pre_hook(
-        partial(_hold_positions, size=size, positions=positions, packing=packing), with_kwargs=True
+        module.attend, module.held = attend, held
+    model.register_forward_pre_hook(lambda *_: held.forget())
+    counts = Counts(padding_before(model), whole)
+    decoder_of(model).register_forward_pre_hook(
+        partial(_hold_positions, size=size, positions=positions, counts=counts, held=held), with_kwargs=True
     )
 
 
@@ -144,9 +152,9 @@ def require_attention(model: Any) -> None:
 def beside_attention(model: Any) -> dict[str, bool]:
     """Return what may look along a sequence beside causal attention: problems, each true if it is there."""
     config = model.config
-    takes_positions = "position_ids" in inspect.signature(model.base_model.forward).parameters
+    takes_positions = "position_ids" in inspect.signature(decoder_of(model).forward).parameters
     kinds = set(getattr(config, "layer_types", None) or ()) - {*_ATTENDED}
-    along = [name for name, module in model.named_modules() if isinstance(module, _ALONG_THE_SEQUENCE)]
+    along = along_the_sequence(model)
     return {
         "its base model takes no position_ids": not takes_positions,
         "it is not a causal decoder": config.is_encoder_decoder or not getattr(config, "is_causal", True),
@@ -177,11 +185,20 @@ def require_window(config: Any, sequence: int) -> None:
 
 
 @final
-class _Packing:
-    """Whether the samples of the present forward are packed: then attention must be told their documents."""
+class _Held:
+    """What attention must know of the present forward.
+
+    Attributes:
+        has_positions: Whether the model has got the positions of its part.
+        is_packed: Whether the samples are packed; then attention must be told their documents.
+    """
 
     def __init__(self) -> None:
-        self.is_on = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin another forward."""
+        self.has_positions = self.is_packed = False
 
 
 def _rotary_kinds(config: Any) -> list[str]:
@@ -264,7 +281,8 @@ def _hold_positions(
     *,
     size: int,
     positions: Callable[[int, torch.device], Tensor],
-    packing: _Packing,
+    counts: Counts,
+    held: _Held,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Give a base model the positions of its part, and its attention the documents of packed samples."""
     for name in ("attention_mask", "past_key_values"):
@@ -276,20 +294,20 @@ def _hold_positions(
                 change=f"leave out {name}, and give targets of -100 where no loss is wanted",
             )
     tokens = args[0] if args else named.get("input_ids")
-    held = tokens if tokens is not None else named["inputs_embeds"]
-    require_window(module.config, held.shape[1] * size)
-    own, whole = positions(held.shape[1], held.device), named.get("position_ids")
-    packing.is_on = whole is not None
+    part = tokens if tokens is not None else named["inputs_embeds"]
+    require_window(module.config, part.shape[1] * size)
+    own, whole = positions(part.shape[1], part.device), named.get("position_ids")
+    held.has_positions, held.is_packed = True, whole is not None
     if whole is None:
-        return args, {**named, "position_ids": own[None]}
-    if whole.shape[1] != held.shape[1] * size:
+        return args, {**named, "position_ids": counts.of(part, own, None)}
+    if whole.shape[1] != part.shape[1] * size:
         raise ModelError(
             f"position_ids of {whole.shape[1]} positions were given to {type(module).__name__}, and its "
-            f"samples have {held.shape[1] * size} tokens",
+            f"samples have {part.shape[1] * size} tokens",
             possible="the positions of the whole samples, of which each rank takes its own",
             change="give position_ids [batch, seq], not a part of them",
         )
-    return args, {**named, "position_ids": whole[:, own], "documents": Documents(whole)}
+    return args, {**named, "position_ids": counts.of(part, own, whole), "documents": Documents(whole)}
 
 
 def _require_no_labels(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -330,7 +348,8 @@ def _registered(
         f"has a dropout of {dropout}": dropout,
         f"gets {', '.join(told)}": told,
         "has values and keys of different widths": value.shape[-1] != key.shape[-1],
-        "is not told the documents of packed samples": documents is None and module.packing.is_on,
+        "gets no positions: its forward passes by what counts them": not module.held.has_positions,
+        "is not told the documents of packed samples": documents is None and module.held.is_packed,
     }
     for problem, is_there in problems.items():
         if is_there:
