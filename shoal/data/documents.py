@@ -16,6 +16,7 @@ from shoal.errors import DataError
 
 __all__ = ["Document", "holds_ids", "open_ids", "read_documents"]
 
+_PROSE = ".txt", ".md"  # suffixes of files whose bytes have to be UTF-8
 PIECE_BYTES = 1 << 20
 """Longer files of text are read in pieces of about this size, each ending with a line."""
 
@@ -99,7 +100,8 @@ def read_documents(file: SourceFile, field: str) -> Iterator[Document]:
         field: The column, or the field of a .jsonl line, that holds the text.
 
     Raises:
-        DataError: The file cannot be read, or does not hold text in `field`.
+        DataError: The file cannot be read, does not hold text in `field`, or is a .txt or .md file in another
+            encoding than UTF-8.
         MissingExtraError: Parquet needs the package `pyarrow`.
     """
     if not holds_rows(file):
@@ -117,8 +119,27 @@ def _read_text(file: SourceFile, document: Document) -> Iterator[bytes]:
             piece = source.read(PIECE_BYTES if end is None else min(PIECE_BYTES, end - source.tell()))
             if not piece:
                 break
-            yield piece if piece.endswith(b"\n") else piece + source.readline()
+            piece = piece if piece.endswith(b"\n") else piece + source.readline()
+            if file.path.suffix.lower() in _PROSE:
+                _require_utf8(file, piece, source.tell() - len(piece))
+            yield piece
         document.ends = source.tell() >= file.size
+
+
+def _require_utf8(file: SourceFile, piece: bytes, begin: int) -> None:
+    """Check that a piece of a file, of whole lines, is text in UTF-8 without zero bytes."""
+    try:
+        piece.decode("utf-8")
+        place = piece.find(b"\0")  # as in UTF-16 without a mark at its beginning
+    except UnicodeDecodeError as error:
+        place = error.start
+    if place >= 0:
+        raise DataError(
+            f"{file.place!r} is no text in UTF-8: its byte {begin + place} is {piece[place]:#04x}",
+            possible=f"text in UTF-8 in files that end in {', '.join(_PROSE)}",
+            change="convert it, such as by iconv -f LATIN1 -t UTF-8; or give it another suffix, so that its "
+            "bytes are read as they are",
+        )
 
 
 def _wrong_ids(file: SourceFile, reason: str) -> DataError:

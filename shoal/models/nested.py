@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
-__all__ = ["map_tensors", "tensors_in"]
+__all__ = ["map_children", "map_tensors", "tensors_in"]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -39,13 +40,22 @@ def map_tensors(change: Callable[[torch.Tensor], Any], value: Any) -> Any:
     """
     if isinstance(value, torch.Tensor):
         return change(value)
+    return map_children(partial(map_tensors, change), value)
+
+
+def map_children(change: Callable[[Any], Any], value: Any) -> Any:
+    """Return a dict, list, tuple or dataclass with each direct element changed; any other value as it is.
+
+    Returns:
+        `value` itself where `change` gives each element back; else a copy of the same class.
+    """
     if isinstance(value, Mapping):
-        items = {key: map_tensors(change, each) for key, each in value.items()}
+        items = {key: change(each) for key, each in value.items()}
         if all(items[key] is each for key, each in value.items()):
             return value
         return items if type(value) is dict else _with_items(value, items)
     if isinstance(value, list | tuple):
-        parts = [map_tensors(change, each) for each in value]
+        parts = [change(each) for each in value]
         if all(new is old for new, old in zip(parts, value, strict=True)):
             return value
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
@@ -61,9 +71,9 @@ def _with_items(value: Any, items: Mapping[Any, Any]) -> Any:
     return result
 
 
-def _with_fields(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+def _with_fields(value: Any, change: Callable[[Any], Any]) -> Any:
     held = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-    changed = {name: map_tensors(change, each) for name, each in held.items()}
+    changed = {name: change(each) for name, each in held.items()}
     if all(changed[name] is each for name, each in held.items()):
         return value
     result = copy.copy(value)

@@ -4,36 +4,94 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 
-from shoal.errors import PlanError
+from shoal.errors import ModelError, PlanError
+from shoal.models.nested import map_children, tensors_in
 from shoal.parallel.communication import Axis
 from shoal.plan import Plan, SettledPlan
 from shoal.record import NullRecorder, Recorder
 from shoal.timeline import Kind
 
-__all__ = ["own_rows", "require_padded", "run_one_by_one"]
+__all__ = ["Batch", "own_rows", "require_padded", "run_one_by_one"]
 
 
-def own_rows(batch: torch.Tensor, plan: Plan, dp: Axis) -> torch.Tensor:
-    """Return a rank's rows of a batch `[batch, ...]`: in the order of ranks, with the Plan's `shares`.
+Batch = TypeVar("Batch")
+
+
+def own_rows(batch: Batch, plan: Plan, dp: Axis) -> Batch:
+    """Return a rank's rows of a batch: in the order of ranks, with the Plan's `shares`.
+
+    Args:
+        batch: Tensors `[batch, ...]`, alone or in any nesting of dicts, lists, tuples and dataclasses. The
+            first tensor of several rows says their number. Tensors without dims or with one row stay whole;
+            arrays, and lists of other values, are cut if they have as many elements as the batch has rows.
+        plan: The Plan.
+        dp: The axis of data parallelism.
+
+    Raises:
+        PlanError: The batch does not divide, or the ranks would have to be padded.
+        ModelError: It holds no tensor with rows, or tensors with different numbers of rows.
+    """
+    lengths = [len(tensor) for tensor in tensors_in(batch) if tensor.dim()]
+    if not lengths:
+        raise ModelError(
+            f"local() was given a {type(batch).__name__} without a tensor that has rows",
+            possible="a tensor [batch, ...], alone or in dicts, lists, tuples and dataclasses",
+            change="give the batch as tensors",
+        )
+    count = next((length for length in lengths if length > 1), lengths[0])
+    rows = _rows_of(count, plan, dp)
+    cut: Batch = _cut(batch, count, rows)
+    return cut
+
+
+def _cut(value: Any, count: int, rows: slice) -> Any:
+    if isinstance(value, torch.Tensor):
+        if value.dim() == 0 or (len(value) == 1 and count > 1):
+            return value
+        if len(value) != count:
+            raise ModelError(
+                f"local() was given tensors of {count} and of {len(value)} rows in one batch",
+                possible="tensors [batch, ...] with equally many rows, with one row, or without dims",
+                change="cut the others by hand",
+            )
+        return value[rows]
+    if isinstance(value, np.ndarray):
+        return value[rows] if value.ndim and len(value) == count else value
+    if isinstance(value, list | tuple) and len(value) == count and not any(map(_has_tensors, value)):
+        return value[rows]
+    return map_children(partial(_cut, count=count, rows=rows), value)
+
+
+def _has_tensors(value: Any) -> bool:
+    return next(tensors_in(value), None) is not None
+
+
+def _rows_of(count: int, plan: Plan, dp: Axis) -> slice:
+    """Return a rank's rows of a batch of so many.
 
     Raises:
         PlanError: The batch does not divide, or the ranks would have to be padded.
     """
     if (shares := plan.shared) is None:
-        SettledPlan.of(Plan(dp=dp.size), len(batch))  # raises
-        return batch.chunk(dp.size)[dp.index]
+        SettledPlan.of(Plan(dp=dp.size), count)  # raises
+        size = count // dp.size
+        return slice(dp.index * size, (dp.index + 1) * size)
     if plan.is_padded:
         raise PlanError(
             f"a batch was to be cut by the Plan {plan}, with which ranks need equally many micro-batches",
             possible="shoal.Trainer, which pads ranks; or shares with shard=none or zero1 and pp=1",
             change="use the Trainer, or leave out shares",
         )
-    shares.require_batch(len(batch), None)
-    size = len(batch) // shares.total
-    return torch.split(batch, [size * shares.of_rank(rank) for rank in range(dp.size)])[dp.index]
+    shares.require_batch(count, None)
+    size = count // shares.total
+    first = size * sum(shares.of_rank(rank) for rank in range(dp.index))
+    return slice(first, first + size * shares.of_rank(dp.index))
 
 
 def require_padded(plan: Plan, count: int) -> None:

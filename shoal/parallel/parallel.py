@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 import torch
 from torch import nn
 
 from shoal.errors import LayoutError, TrainingError
-from shoal.models import logits_of
 from shoal.models.dropout import Dropout, token_keys
 from shoal.parallel.access import refuse_copies
+from shoal.parallel.arguments import Arguments
 from shoal.parallel.auxiliary import AuxiliaryLosses
 from shoal.parallel.axes import Axes
-from shoal.parallel.context.positions import local_sequence, residual_positions
+from shoal.parallel.context.positions import local_sequences, residual_positions
 from shoal.parallel.data.strategy import Strategy, in_all
 from shoal.parallel.layout import Cut
-from shoal.parallel.micro_batches import own_rows, require_padded, run_one_by_one
+from shoal.parallel.micro_batches import Batch, own_rows, require_padded, run_one_by_one
+from shoal.parallel.model_face import ModelFace
 from shoal.parallel.offload.storage import Storage
 from shoal.parallel.optimizer.norm import GradientNorm, limit_gradients, measure_gradient
 from shoal.parallel.optimizer.optimizers import follow_optimizers
@@ -33,7 +34,7 @@ __all__ = ["Parallel"]
 
 
 @final
-class Parallel(nn.Module):
+class Parallel(ModelFace):
     """A model laid over the ranks; `shoal.parallelize` makes one.
 
     Use it like the model. After `backward()` the gradients of `parameters()` are averages over all
@@ -66,8 +67,7 @@ class Parallel(nn.Module):
         pipeline: Pipeline | None = None,
         storage: Storage | None = None,
     ) -> None:
-        super().__init__()
-        self.module = module
+        super().__init__(module, device)
         self.plan = plan
         self.axes = axes
         self.owned = [owned for strategy in strategies for owned in strategy.owned]
@@ -78,7 +78,6 @@ class Parallel(nn.Module):
         self._state = State(module, whole, self.owned, self.frozen, cuts, axes)
         self.loads = self._state.loads
         self._pipeline = pipeline
-        self.device = device
         self.storage = storage
         self._fixed = fixed_parameters(module, self.frozen)
         self._has_dropout = hasattr(module, "dropout_keys") and any(
@@ -92,10 +91,11 @@ class Parallel(nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         """Return the model's output.
 
-        In a pipeline there are no gradients; the last stage sends its output, a tensor, to all ranks.
+        In a pipeline there are no gradients, and the last stage sends its output to all ranks.
 
         Raises:
             TrainingError: Gradients were asked for in a pipeline.
+            ModelError: In a pipeline, the output holds something of every block, such as `hidden_states`.
         """
         if self._pipeline is not None and torch.is_grad_enabled():
             raise TrainingError(
@@ -103,8 +103,7 @@ class Parallel(nn.Module):
                 "forward_backward(...) instead of the model, or call the model within torch.no_grad()"
             )
         if self._pipeline is not None:
-            output = self.evaluate(*inputs, **named)
-            return self._pipeline.broadcast(None if output is None else logits_of(output))
+            return self._pipeline.broadcast(self.evaluate(*inputs, **named))
         return self._auxiliary.run(inputs, named)
 
     @torch.no_grad()
@@ -112,7 +111,7 @@ class Parallel(nn.Module):
         """Return the output without gradients; in a pipeline, None except on the last stage's rank."""
         if self._pipeline is None:
             return self.module(*inputs, **named)
-        return self._pipeline.forward(*inputs)
+        return self._pipeline.forward(Arguments(inputs, named))
 
     def forward_backward(
         self,
@@ -124,7 +123,8 @@ class Parallel(nn.Module):
         """Run forward and backward of all micro-batches of a step, in the order of the Plan's schedule.
 
         Args:
-            micro_batches: Pairs of the model's inputs and the targets of its output.
+            micro_batches: Pairs of the model's inputs and the targets of its output. Inputs that are a
+                mapping are passed by keywords; see `Arguments`. Their shapes may differ.
             count: Number of micro-batches to take.
             loss: A function from the model's output and the targets to the mean loss of a micro-batch.
             prepare: Called before each forward with the micro-batch's number and the model's inputs.
@@ -137,7 +137,7 @@ class Parallel(nn.Module):
 
         def forward(number: int, inputs: Any, targets: Any) -> torch.Tensor:
             prepare(number, inputs)
-            return loss(self(inputs), targets)
+            return loss(Arguments.of(inputs, self.module.forward).give(self), targets)
 
         with self._auxiliary.dividing_by(mean_of):
             if self._pipeline is not None:
@@ -226,46 +226,6 @@ class Parallel(nn.Module):
             parameter.requires_grad_(requires_grad)
         return self
 
-    def to(self, *args: Any, **kwargs: Any) -> Parallel:
-        """Return the model itself, if it already has the device and type.
-
-        Raises:
-            LayoutError: It would move to another device, or get another type.
-        """
-        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
-        if dtype is None and (device is None or torch.device(device).type == self.device.type):
-            return self
-        return self._apply(None)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> NoReturn:
-        raise LayoutError(
-            "a model that is laid over ranks cannot change its device or its types",
-            possible="a move before shoal.parallelize; for bf16, precision=bf16 in the Plan",
-            change="move or cast the model before shoal.parallelize",
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            model = self.__dict__.get("_modules", {}).get("module")
-            if not hasattr(model, name):
-                raise
-        raise AttributeError(
-            f"Parallel has no attribute {name!r}; the model has it as module.{name}. If torch's "
-            "get_model_state_dict looked for it, call state_dict(), or shoal.save with an optimizer"
-        )
-
-    def __deepcopy__(self, memory: dict[int, Any]) -> NoReturn:
-        raise LayoutError(
-            "a model that is laid over ranks cannot be copied or pickled: it holds process groups",
-            possible="for an average, clones of named_parameters(); for a whole model, full_state_dict()",
-            change="use one of these",
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self.__deepcopy__({})
-
     def saved_buffers(self) -> dict[str, torch.Tensor]:
         """Return the buffers of the `state_dict`, as this rank has them."""
         return self._whole.buffers_of(self.module)
@@ -349,23 +309,27 @@ class Parallel(nn.Module):
         for strategy in self.strategies:
             strategy.changed()
 
-    def local(self, batch: torch.Tensor) -> torch.Tensor:
-        """Return this rank's rows of a batch `[batch, ...]` that all ranks have.
+    def local(self, batch: Batch) -> Batch:
+        """Return this rank's rows of a batch that all ranks have: a tensor `[batch, ...]`, or several.
+
+        See `own_rows` for batches that are dicts, lists, tuples or dataclasses.
 
         Raises:
             PlanError: The batch does not divide.
+            ModelError: Its tensors have different numbers of rows.
         """
         return own_rows(batch, self.plan, self.axes.dp)
 
-    def local_sequence(self, tensor: torch.Tensor) -> torch.Tensor:
+    def local_sequence(self, batch: Batch) -> Batch:
         """Return this rank's part of `[batch, seq, ...]` along the sequence, as context parallelism cuts it.
 
-        Tokens and targets are cut alike, after targets were shifted.
+        Tokens and targets are cut alike, after targets were shifted. See `local_sequences` for batches that
+        are dicts, lists, tuples or dataclasses.
 
         Raises:
             PlanError: The sequence does not divide.
         """
-        return local_sequence(tensor, self.axes.cp, self.plan.context)
+        return local_sequences(batch, self.axes.cp, self.plan.context)
 
     def set_dropout(self, seed: int, samples: torch.Tensor, inputs: torch.Tensor) -> None:
         """Fix the dropout masks of the next forward, so that they do not depend on the layout.

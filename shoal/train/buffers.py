@@ -3,16 +3,18 @@
 These follow each rank's own data. A step that is left out must not change them, so buffers that change are
 copied before each step. The first step, before which all are copied, shows which ones change; later torch's
 count of changes shows it. That count misses changes by BatchNorm's kernels, so statistics are always copied.
+Numbers in attributes beside a buffer, such as the length that rotary frequencies are for, are restored too.
 """
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import nn
 
 from shoal.parallel import Axis
+from shoal.parallel.plain_state import plain_state
 
 __all__ = ["ChangingBuffers"]
 
@@ -40,9 +42,12 @@ class ChangingBuffers:
         self._is_first = True
         self._before: dict[int, torch.Tensor] = {}
         self._versions: dict[int, tuple[torch.Tensor, int]] = {}
+        self._modules = list(dict.fromkeys(module for module, _ in self._places))
+        self._plain: list[dict[str, Any]] = []
 
     def begin_step(self) -> None:
-        """Copy the buffers that are known to change."""
+        """Copy the buffers that are known to change, and note the numbers beside all buffers."""
+        self._plain = [plain_state(module) for module in self._modules]
         held = {place: self._at(place) for place in range(len(self._places))}
         self._versions = {
             place: (buffer, buffer._version) for place, buffer in held.items() if buffer is not None
@@ -61,6 +66,15 @@ class ChangingBuffers:
             if place in self._changing:
                 self._keep_if(is_finite, place, before)
         self._before.clear()
+        changed = [
+            (module, name, value)
+            for module, plain in zip(self._modules, self._plain, strict=True)
+            for name, value in plain.items()
+            if vars(module).get(name) is not value
+        ]
+        if changed and not is_finite.item():  # only the host can restore them
+            for module, name, value in changed:
+                setattr(module, name, value)
 
     def _keep_if(self, is_finite: torch.Tensor, place: int, before: torch.Tensor) -> None:
         module, name = self._places[place]
@@ -69,8 +83,11 @@ class ChangingBuffers:
             if is_finite.item():  # nothing on the device can choose between tensors of two forms
                 return
             changed = before
-        original.copy_(torch.where(is_finite, changed, before))
-        module._buffers[name] = original
+        kept = torch.where(is_finite, changed, before)
+        if changed is original:
+            original.copy_(kept)
+        else:  # another tensor took its place, and attributes may still name the first
+            module._buffers[name] = kept
 
     @torch.no_grad()
     def average(self, axis: Axis) -> None:

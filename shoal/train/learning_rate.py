@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 
 from shoal.models import find_factory
 from shoal.train.config import OptimizerConfig
@@ -81,6 +83,9 @@ class RateCourse:
         self._peak = scaled_peak(config, batch)
         self._peaks = [float(group["lr"]) for group in optimizer.param_groups]
         self._schedule = schedule
+        text = "" if schedule is not None else _short_training(config, steps)
+        if text and (not dist.is_initialized() or dist.get_rank() == 0):
+            warnings.warn(text, stacklevel=3)
         if schedule is None and ":" in config.schedule:
             named: Callable[..., Any] = find_factory(config.schedule)
             self._schedule = lambda step: named(step, steps)
@@ -94,3 +99,14 @@ class RateCourse:
         for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
             group["lr"] = rate if peak == self._peak else peak * (rate / self._peak)
         return rate
+
+
+def _short_training(config: OptimizerConfig, steps: int) -> str:
+    """Return a warning if a training ends before its warm-up; empty if it does not."""
+    if ":" in config.schedule or config.warmup < steps:
+        return ""
+    return (
+        f"steps={steps} end within optimizer.warmup={config.warmup}: the learning rate rises to "
+        f"{steps / (config.warmup + 1):.0%} of optimizer.learning_rate and never decays; set a warmup below "
+        f"steps, such as {max(1, steps // 10)}"
+    )

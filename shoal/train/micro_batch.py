@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shoal.data import Packed
-from shoal.errors import ModelError, PlanError
+from shoal.errors import ModelError
 from shoal.models import next_token_loss
 from shoal.models.loss import IGNORED, cross_entropy
 from shoal.models.nested import map_tensors, tensors_in
@@ -163,7 +163,6 @@ class Reader:
             all_count: Whether the data says that no target is -100.
 
         Raises:
-            PlanError: The Plan's pipeline cannot give the model what it needs.
             ModelError: The model's forward does not take what the batch holds.
         """
         plan = parallel.plan
@@ -182,8 +181,6 @@ class Reader:
             arguments, named, targets = map_tensors(part, (arguments, named, targets))
             named = {**named, **whole}  # a rank's attention has to know the documents of the whole sample
             batch = map_tensors(part, batch)
-        if plan.pp > 1:
-            arguments, named = self._one_input(arguments, named, loss)
         count = self._count(batch, targets, loss)
         if count is None or (all_count and self._counted is None):
             return MicroBatch(arguments, named, targets, loss, samples, may_differ=False)
@@ -249,27 +246,6 @@ class Reader:
         is_promised = not isinstance(batch, Mapping) and isinstance(batch[0], Packed)
         if is_promised or (positions.dim() == 2 and bool((positions.diff() < 0).any())):
             self._documents.require(is_promised=is_promised)
-
-    def _one_input(
-        self, arguments: tuple[Any, ...], named: dict[str, Any], loss: Loss | None
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the inputs as one argument, as a pipeline's stages need: several as a mapping by name."""
-        given = [*arguments, *named.values()]
-        bound = self._takes.bind(*arguments, **named).arguments
-        kinds = {self._takes.parameters[name].kind for name in bound}
-        are_named = not kinds & {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
-        if loss is not None and (len(given) == 1 or are_named):
-            return (given[0] if len(given) == 1 else bound,), {}
-        if loss is None:
-            problem = f"{self._name} was given without a loss, and the stages of a pipeline do not get labels"
-        else:
-            problem = f"{self._name} gets {len(given)} inputs, and its forward does not name all of them"
-        raise PlanError(
-            problem,
-            possible="batches of inputs that the forward names and their targets, such as input_ids and "
-            "labels of a causal model, or pairs and a loss",
-            change="leave the other inputs out of the batch, give loss=, or leave out pp",
-        )
 
     def _count(self, batch: Any, targets: Any, loss: Loss | None) -> float | None:
         """Return how many elements count; None if each sample counts as one."""

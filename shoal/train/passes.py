@@ -13,6 +13,7 @@ import torch
 from shoal.data import Feed, Loader, all_targets_count, open_feed
 from shoal.models import tensors_in
 from shoal.parallel import Axis, Parallel
+from shoal.parallel.arguments import Arguments
 from shoal.parallel.communication import Pending
 from shoal.parallel.micro_batches import run_one_by_one
 from shoal.record import Recorder
@@ -210,7 +211,8 @@ class Passes:
         def pairs() -> Iterator[tuple[Any, Any]]:
             for number, micro_batch in enumerate(micro_batches):
                 here = self._inputs.move(micro_batch)
-                yield here.arguments[0], partial(self._share, weights, passed, number, here)
+                share = partial(self._share, weights, passed, number, here)
+                yield Arguments(here.arguments, here.named), share
 
         def loss_of(output: Any, share: Any) -> torch.Tensor:
             loss: torch.Tensor = share(output)

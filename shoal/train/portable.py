@@ -34,6 +34,7 @@ from shoal.errors import CheckpointError
 from shoal.parallel import GuidedUpdates, LocalUpdates, Parallel, ServedUpdates, title_of
 from shoal.train.exchange_state import empty_like_saved, kept_by_exchanges, restore_exchanges
 from shoal.train.put_off import are_put_off, note_loaded
+from shoal.train.rotary_state import restore_rotary_state, rotary_state
 from shoal.train.state import (
     ToLoad,
     differing_buffers,
@@ -212,7 +213,8 @@ def training_to_save(
     digests = attempt_together(coordinator, purpose, find)
     buffers = differing_buffers(mine, coordinator.rank, digests)
     exchanged = kept_by_exchanges(parallel, optimizer)
-    pieces += _of_rank(coordinator.rank, buffers, {**(of_rank or {}), **exchanged})
+    own = {**(of_rank or {}), **exchanged, **rotary_state(parallel.module)}
+    pieces += _of_rank(coordinator.rank, buffers, own)
     kept = {**state, **_progress_of(parallel, optimizer)}
     if optimizer is not None:
         kept["optimizer"] = title_of(optimizer)
@@ -261,6 +263,8 @@ def load_training(
         own += [piece for piece in found if piece.name in saved]
         kept = empty_like_saved(saved, coordinator.rank, parallel)
         own += _of_rank(coordinator.rank, {}, kept)
+    rotary = rotary_state(parallel.module)
+    own += _of_a_rank(saved, coordinator.rank if is_same_layout else None, rotary)
     of_optimizer = ToLoad() if optimizer is None else optimizer_to_load(parallel, optimizer, saved)
     replaced = {f"fixed/{piece.name.partition('/buffer/')[2]}" for piece in own}
     shared = [piece for piece in wanted.in_use if piece.name not in replaced]
@@ -280,6 +284,7 @@ def load_training(
             optimizer.set_step(steps, (rate, highest))
         elif isinstance(optimizer, GuidedUpdates):
             optimizer.set_step(steps)
+    restore_rotary_state(parallel.module, rotary)
     return Loaded(state, is_same_layout)
 
 
@@ -321,6 +326,18 @@ def _of_rank(
     """Return the pieces of one rank only."""
     held = {f"buffer/{name}": tensor for name, tensor in buffers.items()} | dict(others)
     return [Piece.whole(f"rank/{rank}/{name}", tensor.detach()) for name, tensor in held.items()]
+
+
+def _of_a_rank(saved: Mapping[str, Any], rank: int | None, wanted: Mapping[str, torch.Tensor]) -> list[Piece]:
+    """Return the pieces to fill tensors with those of a rank; of the first that saved them, if it is None."""
+    found = []
+    parts = [path.split("/", 2) for path in saved if path.startswith("rank/")]
+    for name, tensor in wanted.items():
+        ranks = [int(part[1]) for part in parts if part[2] == name]
+        if ranks:
+            of = rank if rank in ranks else min(ranks)
+            found.append(Piece.whole(f"rank/{of}/{name}", tensor))
+    return found
 
 
 def all_ranks() -> Coordinator:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -20,12 +21,14 @@ __all__ = ["config_of", "load_model", "load_newest", "load_pieces"]
 T = TypeVar("T")
 
 
-def load_model(path: Path, say: Callable[[str], object]) -> tuple[nn.Module, TrainConfig]:
+def load_model(
+    path: Path | str, say: Callable[[str], object] = warnings.warn
+) -> tuple[nn.Module, TrainConfig]:
     """Return the model of a run from its newest sound checkpoint, on the CPU in fp32.
 
     Args:
         path: The run, or one of its checkpoints.
-        say: Called with a message for each corrupt checkpoint that is skipped.
+        say: Called with a message for each corrupt checkpoint that is skipped; by default a warning.
 
     Returns:
         The model and the run's configuration.
@@ -34,6 +37,7 @@ def load_model(path: Path, say: Callable[[str], object]) -> tuple[nn.Module, Tra
         RunError: The path is not a run's.
         CheckpointError: There is no sound checkpoint.
     """
+    path = Path(path)
     config = config_of(path)
     model = build_model(config, "cpu")
     trained = [

@@ -262,3 +262,19 @@ def test_text_is_refused_by_a_tokenizer_of_ids(tmp_path: Path, configure: Config
     (tmp_path / "a.txt").write_text("1 2 3")
     with pytest.raises(DataError, match="does not read text"):
         prepare(configure(tmp_path / "a.txt", tokenizer="ids:10"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "place"),
+    [
+        ("a.txt", b"fish\ncaf\xe9 and fish\n", "its byte 8 is 0xe9"),
+        ("a.md", "fish".encode("utf-16"), "its byte 0 is 0xff"),
+        ("a.txt", "fish".encode("utf-16-le"), "its byte 1 is 0x00"),
+    ],
+)
+def test_prose_in_another_encoding_is_refused_by_name(
+    tmp_path: Path, configure: Configure, name: str, content: bytes, place: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=f"{name}.*is no text in UTF-8: {place}"):
+        prepare(configure(tmp_path / name))

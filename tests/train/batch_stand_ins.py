@@ -255,13 +255,10 @@ def causal_by_hand() -> list[float]:
     return losses
 
 
-def refusal_of(kind: str, plan: str) -> str:
-    """What the Trainer says of a batch that the model, or the Plan, cannot take."""
-    model = nn.Linear(2, 2) if kind == "linear" else llama()
-    others = {"attention_mask": torch.ones(SEQUENCE)} | (
-        {"beside": torch.ones(1)} if kind == "beside" else {}
-    )
-    trainer = Trainer(model, causal_items(**others), plan, batch=BATCH, steps=4)
+def refusal() -> str:
+    """What the Trainer says of a batch that the model cannot take."""
+    items = causal_items(attention_mask=torch.ones(SEQUENCE))
+    trainer = Trainer(nn.Linear(2, 2), items, "dp=1", batch=BATCH, steps=4)
     try:
         trainer.step()
     except UserError as error:

@@ -12,7 +12,7 @@ from batch_stand_ins import (
     SEQUENCE,
     Inputs,
     causal_by_hand,
-    refusal_of,
+    refusal,
     trained_causally,
     trained_on_dataclasses,
     trained_on_mappings,
@@ -104,18 +104,26 @@ def test_a_causal_model_of_hugging_face_has_its_own_loss_of_labels_under_every_p
         assert losses == pytest.approx(expected, **CLOSE)
 
 
-def test_a_batch_that_the_model_or_the_plan_does_not_take_is_refused_by_name(ranks):
-    error = refusal_of("linear", "dp=1")
+def test_a_batch_that_the_model_does_not_take_is_refused_by_name():
+    error = refusal()
     assert error.startswith("ModelError: Linear cannot be called with what the batch holds (input_ids, ")
     assert "Linear.forward(input" in error
-    pytest.importorskip("transformers")
-    for error in ranks.run(refusal_of, 2, "beside", "pp=2"):
-        assert error.startswith("PlanError: LlamaForCausalLM gets 3 inputs, and its forward does not name")
 
 
 def masked_causally(plan):
     """The first tokens of every sample are padding, which no other token sees."""
     return trained_causally(plan, attention_mask=(torch.arange(SEQUENCE) >= 2).long())
+
+
+def causally_beside(plan):
+    """An input that the model's forward does not name, and takes."""
+    return trained_causally(plan, beside=torch.ones(1))
+
+
+def test_an_input_that_the_forward_takes_without_its_name_travels_too(ranks):
+    pytest.importorskip("transformers")
+    for losses in ranks.run(causally_beside, 2, "pp=2,microbatch=2"):
+        assert losses == pytest.approx(causal_by_hand(), **CLOSE)
 
 
 def test_several_inputs_travel_with_a_micro_batch_through_a_pipeline(ranks):

@@ -9,12 +9,13 @@ holds chunk i from the beginning and chunk i from the end ("zigzag": Llama 3, ar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from shoal.errors import PlanError
+from shoal.models.nested import map_children, tensors_in
 from shoal.parallel.axes import Axes
 from shoal.parallel.communication import Axis
 
@@ -23,11 +24,15 @@ __all__ = [
     "Positions",
     "contiguous_positions",
     "local_sequence",
+    "local_sequences",
     "require_sequence",
     "residual_positions",
     "whole_sequence",
     "zigzag_positions",
 ]
+
+
+Batch = TypeVar("Batch")
 
 
 class Positions(Protocol):
@@ -108,6 +113,35 @@ def whole_sequence(part: Tensor, axis: Axis, attention: str) -> Tensor:
     seq = part.shape[1] * axis.size
     held = [POSITIONS[attention](seq, axis.size, index, part.device) for index in range(axis.size)]
     return parts.transpose(0, 1).flatten(1)[:, torch.cat(held).argsort()]
+
+
+def local_sequences(batch: Batch, axis: Axis, attention: str) -> Batch:
+    """Return a batch with this rank's part of each sequence: see `local_sequence`.
+
+    Args:
+        batch: A tensor `[batch, seq, ...]`; or tensors in any nesting of dicts, lists, tuples and
+            dataclasses, of which those are cut that have as many columns as the first with two dims.
+            `position_ids` stay whole: a rank's attention has to know the documents of the whole sample.
+        axis: The context axis.
+        attention: A name in `POSITIONS`.
+
+    Raises:
+        PlanError: The sequence cannot be cut into equal parts.
+    """
+    if axis.size == 1:
+        return batch
+    length = next((tensor.shape[1] for tensor in tensors_in(batch) if tensor.dim() > 1), None)
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            is_cut = value.dim() > 1 and value.shape[1] == length
+            return local_sequence(value, axis, attention) if is_cut else value
+        names = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+        whole = names.get("position_ids")
+        return map_children(lambda each: each if each is whole else cut(each), value)
+
+    result: Batch = cut(batch)
+    return result
 
 
 def require_sequence(seq: int, size: int, attention: str) -> None:

@@ -93,6 +93,7 @@ def layout_of_hugging_face(model: nn.Module) -> TensorLayout:
     embedding, head = _vocabulary(model, config)
     is_split = embedding is not None and head is not None
     is_split &= not not_attention(model) and not along_the_sequence(model)
+    is_split &= not _whole_attention(model, splits)
     return TensorLayout(splits, embedding, head, sequence=is_split, partial=tuple(partial))
 
 
@@ -121,6 +122,17 @@ def _vocabulary(model: Any, config: Any) -> tuple[str | None, str | None]:
     if head is not None and head.weight is embedding.weight:
         looks_up = multiplies = looks_up and multiplies
     return modules[id(embedding)] if looks_up else None, modules[id(head)] if multiplies else None
+
+
+def _whole_attention(model: nn.Module, splits: Mapping[str, Split]) -> list[str]:
+    """Return attention layers that are not split: these need the whole sequence on every rank."""
+    return [
+        name
+        for name, module in model.named_modules()
+        if ("attn" in name.rpartition(".")[2] or "attention" in name.rpartition(".")[2])
+        and name not in splits
+        and any(isinstance(child, nn.Linear) for child in module.children())
+    ]
 
 
 def _planned(model: Any, plan: Mapping[str, str]) -> dict[str, dict[str, str]]:

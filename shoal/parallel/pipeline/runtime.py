@@ -2,11 +2,8 @@
 
 The table says which forward or backward comes next. Between its actions stand the sends and receives that
 `transfers` derives from it, in an order that would complete even with blocking ones. Here both only begin at
-their place, and run beside the next action. Autograd's state of a micro-batch is kept from a stage's forward
-to its backward; of the output that is sent on, only its node in the graph is kept.
-
-Shapes are exchanged once: before the first step a forward without data goes through the stages. After that
-both sides of each boundary know the shape of its messages.
+their place, and run beside the next action: see `messages.py`. Autograd's state of a micro-batch is kept from
+a stage's forward to its backward; of the output that is sent on, only its node in the graph is kept.
 
 Gradients are reduced over the data-parallel ranks once a stage's last backward of the step is done and its
 message is sent, while other stages still compute. zero2 and zero3 keep no whole sums, and reduce in every
@@ -15,7 +12,6 @@ backward.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -26,9 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from shoal.parallel.communication import Axis, Pending
+from shoal.parallel.communication import Axis
 from shoal.parallel.data.strategy import Strategy
 from shoal.parallel.pipeline.deferred import Deferral, WeightGradients, split_backward
+from shoal.parallel.pipeline.messages import Messages, MicroBatch, StepData
+from shoal.parallel.pipeline.outputs import broadcast_output
 from shoal.parallel.pipeline.stage_chain import StageChain
 from shoal.parallel.pipeline.stages import Stage
 from shoal.plan import Plan
@@ -38,13 +36,8 @@ from shoal.timeline import Kind
 
 __all__ = ["Loss", "MicroBatch", "Pipeline", "StageEntry", "StageHere"]
 
-MicroBatch = tuple[Any, Tensor]
-"""The model's input, and the targets of its output."""
-
 Loss = Callable[[Any, Tensor], Tensor]
 """A function from the model's output and the targets to the mean loss of a micro-batch."""
-
-_MOST_UNSENT = 4  # unfinished messages before a wait for the oldest: they hold memory
 
 
 @final
@@ -90,39 +83,6 @@ class _Kept:
     hidden: Tensor | None
     output: GradientEdge | None
     weights: WeightGradients | None = None
-
-
-@final
-class _Data:
-    """The micro-batches of a step, each kept from its first forward on this rank to its last."""
-
-    def __init__(self, source: Iterator[MicroBatch], uses: int) -> None:
-        self._source = source
-        self._uses = uses
-        self._held: dict[int, tuple[MicroBatch, int]] = {}
-        self._taken = 0
-
-    def peek(self) -> Any:
-        """Return the model's input of the first micro-batch."""
-        self._fetch(0)
-        return self._held[0][0][0]
-
-    def use(self, number: int) -> MicroBatch:
-        """Return one micro-batch, and drop it with the last of its uses."""
-        self._fetch(number)
-        micro_batch, left = self._held.pop(number)
-        if left > 1:
-            self._held[number] = micro_batch, left - 1
-        return micro_batch
-
-    def _fetch(self, number: int) -> None:
-        while self._taken <= number:
-            self._held[self._taken] = next(self._source), self._uses
-            self._taken += 1
-
-
-_Key = tuple[Payload, int, int]
-"""The content of a message, the stage that waits for it, and the micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,10 +131,8 @@ class Pipeline:
         self._recorder = recorder
         self._device = device
         self._programs: dict[int, _Program] = {}
-        self._here: dict[_Key, Tensor] = {}
-        self._coming: dict[_Key, tuple[Tensor, Pending]] = {}
-        self._going: deque[tuple[Tensor, Pending]] = deque()
         self._kept: dict[tuple[int, int], _Kept] = {}
+        self._messages: Messages | None = None  # of the step that runs
 
     def run(
         self,
@@ -188,7 +146,7 @@ class Pipeline:
         """Run forward and backward of all micro-batches of a step.
 
         Args:
-            micro_batches: Micro-batches of equal size; each is taken when it is first needed.
+            micro_batches: Micro-batches; each is taken when it is first needed. Their shapes may differ.
             count: Number of micro-batches to take.
             loss: See `Loss`.
             prepare: Called before each forward with the micro-batch's number and the model's input.
@@ -202,8 +160,11 @@ class Pipeline:
         """
         self.clear()
         program = self._program_for(count)
-        data = _Data(micro_batches, len(self._stages))
-        forms = self._chain.forms(data.peek())
+        data = StepData(micro_batches, len(self._stages))
+        messages = self._messages = Messages(
+            self._chain, self._plan.placement, self._axis, self._device, data.kind
+        )
+        next(iter(self._stages.values())).entry.stage.states.begin()
         for here in self._stages.values():
             here.strategy.start_step()  # otherwise each stage would start only after the stage before it
         total = torch.zeros((), device=self._device)
@@ -213,10 +174,9 @@ class Pipeline:
             if isinstance(step, Action):
                 _start_reductions(due, reducing)
             if isinstance(step, Receive):
-                stage = step.stage if step.payload is Payload.ACTIVATION else step.stage + 1
-                self._begin_receive(step, forms[stage].new(self._device))
+                messages.begin_receive(step)
             elif isinstance(step, Send):
-                self._begin_send(step)
+                messages.begin_send(step)
             elif step.work is Work.FORWARD:
                 inputs, targets = data.use(step.microbatch)
                 prepare(step.microbatch, inputs)
@@ -233,26 +193,24 @@ class Pipeline:
                 if is_last and strategy.keeps_sums:
                     due.append(strategy)
         _start_reductions(due, reducing)
-        while self._going:
-            self._going.popleft()[1].wait()
+        messages.finish_sends()
         for strategy in reducing:
             strategy.finish_reduction()
         self._add_up_twins()
+        self._messages = None
         return total
 
     def forward(self, inputs: Any) -> Any:
         """Return the model's output on the last stage's rank, None on others; without gradients."""
         return self._chain.forward(inputs)
 
-    def broadcast(self, output: Any) -> Tensor:
-        """Return a tensor of the last stage's rank on every rank of the axis; other ranks pass None."""
-        return self._chain.broadcast(output)
+    def broadcast(self, output: Any) -> Any:
+        """Return the output of the last stage's rank on every rank of the axis; see `broadcast_output`."""
+        return broadcast_output(output, self._plan.placement[-1], self._axis, self._device)
 
     def clear(self) -> None:
         """Forget the state of a step that an error ended."""
-        self._here.clear()
-        self._coming.clear()
-        self._going.clear()
+        self._messages = None
         self._kept.clear()
 
     def _program_for(self, count: int) -> _Program:
@@ -278,9 +236,10 @@ class Pipeline:
         self, action: Action, inputs: Any, loss: Callable[[Any], Tensor], total: Tensor, *, is_halved: bool
     ) -> None:
         """Run a forward; on the last stage add the micro-batch's part of the loss to the total."""
-        here = self._stages[action.stage]
+        here, messages = self._stages[action.stage], self._messages
+        assert messages is not None
         entry = here.entry
-        hidden = None if entry.stage.is_first else self._take(Payload.ACTIVATION, action)
+        hidden = None if entry.stage.is_first else messages.take(Payload.ACTIVATION, action)
         if hidden is not None:
             hidden.requires_grad_()
         mode = nullcontext() if is_halved else here.plainly()
@@ -293,13 +252,14 @@ class Pipeline:
         if entry.stage.is_last:
             total.add_(output.detach())
         else:
-            self._here[Payload.ACTIVATION, action.stage + 1, action.microbatch] = output.detach()
+            messages.put(Payload.ACTIVATION, action.stage + 1, action.microbatch, output.detach())
 
     def _backward(self, action: Action, *, is_last: bool) -> None:
         """Run the whole backward, or its half for the input."""
-        here = self._stages[action.stage]
+        here, messages = self._stages[action.stage], self._messages
+        assert messages is not None
         kept = self._kept.pop((action.stage, action.microbatch))
-        gradient = None if here.entry.stage.is_last else self._take(Payload.GRADIENT, action)
+        gradient = None if here.entry.stage.is_last else messages.take(Payload.GRADIENT, action)
         is_whole = action.work is Work.BACKWARD
         with self._recorder.span(Kind.BACKWARD, str(action)):
             if is_whole:
@@ -313,9 +273,9 @@ class Pipeline:
             kept.output = None  # frees the graph, which is part of a backward
         if kept.hidden is not None:
             received = kept.hidden.grad
-            self._here[Payload.GRADIENT, action.stage - 1, action.microbatch] = (
-                torch.zeros_like(kept.hidden) if received is None else received
-            )
+            if received is None:
+                received = torch.zeros_like(kept.hidden)
+            messages.put(Payload.GRADIENT, action.stage - 1, action.microbatch, received)
         if not is_whole:
             kept.hidden = None
             self._kept[action.stage, action.microbatch] = kept
@@ -343,34 +303,6 @@ class Pipeline:
                 if number != but:
                     stack.enter_context(here.strategy.hold())
             yield
-
-    # -- messages -----------------------------------------------------------------------------------
-
-    def _begin_receive(self, step: Receive, into: Tensor) -> None:
-        pending = self._axis.receive(into, step.peer, _name_of(step.payload, step.stage, step.microbatch))
-        self._coming[step.payload, step.stage, step.microbatch] = into, pending
-
-    def _begin_send(self, step: Send) -> None:
-        sent = self._here.pop((step.payload, step.target, step.microbatch)).contiguous()
-        name = _name_of(step.payload, step.target, step.microbatch)
-        self._going.append((sent, self._axis.send(sent, step.peer, name)))
-        if len(self._going) > _MOST_UNSENT:
-            self._going.popleft()[1].wait()
-
-    def _take(self, payload: Payload, action: Action) -> Tensor:
-        """Return the tensor for an action, received from another rank or made here."""
-        key = payload, action.stage, action.microbatch
-        if key in self._here:
-            return self._here.pop(key)
-        tensor, pending = self._coming.pop(key)
-        pending.wait()
-        return tensor
-
-
-def _name_of(payload: Payload, stage: int, microbatch: int) -> str:
-    """Return a message's name, equal on both ranks: what is sent, and the action that waits for it."""
-    what = "activation" if payload is Payload.ACTIVATION else "gradient"
-    return f"{what}:{stage}{payload.value}{microbatch}"
 
 
 def _start_reductions(due: list[Strategy], reducing: list[Strategy]) -> None:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
-from shoal.parallel.communication import Axis
+from shoal.errors import ModelError
+from shoal.parallel.arguments import kind_of
+from shoal.parallel.communication import Axis, Pending
 from shoal.parallel.pipeline.stages import Stage
 
 __all__ = ["Entry", "Form", "StageChain"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HEADER = 10  # numbers that describe a form: the type, the number of dims, and up to eight dims
+_MOST_FORMS = 4096  # forms that are remembered for a stage
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,11 @@ class Form:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Form:
+        """Return the form of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype)
 
     def new(self, device: torch.device) -> Tensor:
         """Return a tensor of this form, with undefined content."""
@@ -50,6 +56,9 @@ class Entry(Protocol):
 class StageChain:
     """The stages in order, of which this rank runs its own.
 
+    The form of what a stage receives follows from the kind of the model's inputs (`kind_of`). A header comes
+    before the first message of a kind; after that both sides know the form.
+
     Args:
         placement: By stage, the index along the axis of the rank that holds it.
         entries: Entries of this rank's stages, by number.
@@ -64,92 +73,79 @@ class StageChain:
         self._entries = entries
         self._axis = axis
         self._device = device
-        self._forms: dict[tuple[torch.Size, ...], dict[int, Form]] = {}
+        self._forms: dict[int, dict[Hashable, Form]] = {number: {} for number in range(len(placement))}
 
     @torch.no_grad()
     def forward(self, inputs: Any) -> Any:
         """Return the output on the last stage's rank, None on others; all ranks of the axis call it."""
-        shapes = _shapes_of(inputs)
-        known = self._forms.get(shapes)
-        met = {} if known is None else known
+        next(iter(self._entries.values())).stage.states.begin()
         passed: Any = None
+        kind = kind_of(inputs)
         for number, entry in sorted(self._entries.items()):
             if number > 0 and self._placement[number - 1] != self._axis.index:
-                if known is None:
-                    met[number] = self._be_told(number, entry.stage)
-                passed = self._receive(number, met[number])
+                passed = self._receive(number, kind)
             passed = entry(inputs, passed)
-            if number + 1 < len(self._placement):
-                met.setdefault(number + 1, Form(tuple(passed.shape), passed.dtype))
-                if self._placement[number + 1] != self._axis.index:
-                    if known is None:
-                        self._tell(number + 1, met[number + 1], entry.stage)
-                    self._send(number + 1, passed)
-                    passed = None
-        self._forms[shapes] = met
+            after = number + 1
+            if after < len(self._placement) and self._placement[after] != self._axis.index:
+                for pending in self.start_send(after, kind, passed.contiguous(), f"activation:{after}"):
+                    pending.wait()
+                passed = None
         return passed
 
-    def forms(self, inputs: Any) -> Mapping[int, Form]:
-        """Return the form of each stage's input, by number, for the stages on either side of this rank's.
+    def form(self, number: int, kind: Hashable) -> Form | None:
+        """Return the form of what stage `number` receives for inputs of a kind; None if a header comes."""
+        return self._forms[number].get(kind)
 
-        For inputs of new shapes the stages are run once, by all ranks of the axis.
+    def start_header(self, number: int) -> tuple[Tensor, Pending]:
+        """Begin to receive the header of stage `number`, for `take_header`."""
+        results = next(iter(self._entries.values())).stage.results
+        header = torch.empty(_HEADER + len(results), dtype=torch.int64, device=self._device)
+        return header, self._axis.receive(header, self._placement[number - 1], f"form:{number}")
+
+    def take_header(self, number: int, kind: Hashable, header: Tensor) -> Form:
+        """Return the form in a header; the stage learns what the parts of earlier stages give."""
+        self._entries[number].stage.learn(header[_HEADER:].tolist())
+        form = _form_of(header[:_HEADER])
+        self._keep(number, kind, form)
+        return form
+
+    def start_send(self, number: int, kind: Hashable, output: Tensor, name: str) -> list[Pending]:
+        """Begin to send a contiguous output to stage `number`, after a header if the kind is new.
+
+        Raises:
+            ModelError: The output has another form than for earlier inputs of the same kind.
         """
-        if _shapes_of(inputs) not in self._forms:
-            devices = [self._device] if self._device.type == "cuda" else []
-            with torch.random.fork_rng(devices=devices), _kept_buffers(self._entries.values()):
-                self.forward(inputs)
-        return self._forms[_shapes_of(inputs)]
+        peer, form, known = self._placement[number], Form.of(output), self.form(number, kind)
+        started = []
+        if known is None:
+            stage = self._entries[number - 1].stage
+            header = torch.cat([_described(form), torch.tensor(stage.results, dtype=torch.int64)])
+            started.append(self._axis.send(header.to(self._device), peer, f"form:{number}"))
+            self._keep(number, kind, form)
+        elif known != form:
+            raise ModelError(
+                f"stage {number - 1} gives a hidden state {list(form.shape)} of {form.dtype}, and gave "
+                f"{list(known.shape)} of {known.dtype} for inputs of the same shapes, types and numbers",
+                possible="hidden states whose shape follows from the shapes of the model's inputs",
+                change="let the shape depend on no values in tensors, or use pp=1",
+            )
+        return [*started, self._axis.send(output, peer, name)]
 
-    def broadcast(self, output: Any) -> Tensor:
-        """Return the tensor of the last stage's rank, on every rank of the axis."""
-        holder = self._placement[-1]
-        header = torch.zeros(_HEADER, dtype=torch.int64, device=self._device)
-        if self._axis.index == holder:
-            header.copy_(_described(Form(tuple(output.shape), output.dtype)))
-        self._axis.broadcast(header, "form", source=holder).wait()
-        whole = output.contiguous() if self._axis.index == holder else _form_of(header).new(self._device)
-        self._axis.broadcast(whole, "output", source=holder).wait()
-        return whole
-
-    def _be_told(self, number: int, stage: Stage) -> Form:
-        """Receive the form of a stage's input; the stage learns what the parts of earlier stages give."""
-        header = torch.empty(_HEADER + len(stage.results), dtype=torch.int64, device=self._device)
-        self._axis.receive(header, self._placement[number - 1], f"form:{number}").wait()
-        stage.learn(header[_HEADER:].tolist())
-        return _form_of(header[:_HEADER])
-
-    def _tell(self, number: int, form: Form, stage: Stage) -> None:
-        """Tell the rank of stage `number` what `_be_told` returns there."""
-        header = torch.cat([_described(form), torch.tensor(stage.results, dtype=torch.int64)])
-        self._axis.send(header.to(self._device), self._placement[number], f"form:{number}").wait()
-
-    def _receive(self, number: int, form: Form) -> Tensor:
+    def _receive(self, number: int, kind: Hashable) -> Tensor:
+        form = self.form(number, kind)
+        if form is None:
+            header, pending = self.start_header(number)
+            pending.wait()
+            form = self.take_header(number, kind, header)
         hidden = form.new(self._device)
         self._axis.receive(hidden, self._placement[number - 1], f"activation:{number}").wait()
         return hidden
 
-    def _send(self, number: int, output: Tensor) -> None:
-        self._axis.send(output.contiguous(), self._placement[number], f"activation:{number}").wait()
-
-
-@contextmanager
-def _kept_buffers(entries: Iterable[Entry]) -> Iterator[None]:
-    """Restore buffers after a forward within it, such as the statistics of a batch norm."""
-    modules = {module for entry in entries for module in entry.stage.module.modules()}
-    before = [
-        (module, name, buffer, buffer.clone())
-        for module in modules
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    yield
-    for module, name, buffer, values in before:
-        buffer.copy_(values)
-        module._buffers[name] = buffer
-
-
-def _shapes_of(inputs: Any) -> tuple[torch.Size, ...]:
-    return tuple(leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor))
+    def _keep(self, number: int, kind: Hashable, form: Form) -> None:
+        forms = self._forms[number]
+        if len(forms) == _MOST_FORMS:
+            forms.clear()  # at the same message on both sides
+        forms[kind] = form
 
 
 def _described(form: Form) -> Tensor:

@@ -2,8 +2,10 @@
 
 Before the stage's modules a gap returns values of its part's form, as far as the model can tell: the hidden
 state alone, or a tuple with as many elements as the part returns, the first being the hidden state. The
-values do not matter, since the stage's first module gets the received hidden state in any case. What a part
-returns beside the hidden state stays on its own stage, and any use of it elsewhere is an error.
+values do not matter, since the stage's first module gets the received hidden state in any case. In a stage's
+first forward they are NaN, so that a model shows if it does use them: where it adds a block's output to its
+input outside of the block. What a part returns beside the hidden state stays on its own stage, and any use of
+it elsewhere is an error.
 
 The number of elements that a part returns is seen where it runs, and told to later stages.
 
@@ -89,13 +91,17 @@ class Forward:
         self.results = [NOT_KNOWN] * parts
         self._entering: Tensor | None = None
         self._stop = 0
+        self._is_first = False
 
     @contextmanager
-    def through(self, entering: Tensor | None, pieces: range) -> Iterator[Forward]:
-        """Run a forward through these pieces; `entering` is what the stage received."""
+    def through(self, entering: Tensor | None, pieces: range, *, is_first: bool) -> Iterator[Forward]:
+        """Run a forward through these pieces; `entering` is what the stage received.
+
+        With `is_first`, gaps return NaN.
+        """
         if entering is not None and self._beside is not None:
             entering = self._beside.enter(entering)
-        self._entering, self._stop = entering, pieces.stop
+        self._entering, self._stop, self._is_first = entering, pieces.stop, is_first
         self.has_entered = entering is None
         try:
             yield self
@@ -154,7 +160,7 @@ class Forward:
             raise disordered(
                 f"the forward reaches piece {piece} of a model after pieces that must come later"
             )
-        hidden = self._entering.detach()
+        hidden = torch.full_like(self._entering, torch.nan) if self._is_first else self._entering.detach()
         return hidden if given in (0, NOT_KNOWN) else (hidden, *(_absent() for _ in range(given - 1)))
 
 

@@ -21,6 +21,8 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from shoal.errors import ModelError, PlanError
+from shoal.models import tensors_in
+from shoal.parallel.arguments import Arguments
 from shoal.parallel.pipeline.stage_layout import (
     StageLayout,
     named_part,
@@ -37,6 +39,7 @@ from shoal.parallel.pipeline.stage_placeholders import (
     Place,
     disordered,
 )
+from shoal.parallel.plain_state import StageStates
 
 __all__ = ["Stage", "take_stages"]
 
@@ -77,6 +80,13 @@ def take_stages(
             kept.append((place, Gap(forward, place, stands_in=True)))
         else:
             _put(place, Gap(forward, place, stands_in=False))
+    in_pieces = {
+        module
+        for place in places
+        if isinstance(place.part, nn.Module)
+        for module in (place.part if place.piece in own else model.get_submodule(place.name)).modules()
+    }
+    states = StageStates((each for each in model.modules() if each not in in_pieces), ranges)
     stages = []
     for index, pieces in sorted(ranges.items()):
         hidden = [(place, gap) for place, gap in kept if place.piece not in pieces]
@@ -87,7 +97,7 @@ def take_stages(
                 if place.piece in pieces:
                     place.part.register_forward_hook(partial(forward.see, place.number, place.name))
         held = frozenset[str]().union(*(names[piece] for piece in pieces))
-        stages.append(Stage(index, pieces, model, held, forward, hidden, entry))
+        stages.append(Stage(index, pieces, model, held, forward, hidden, entry, states))
     return stages
 
 
@@ -104,6 +114,7 @@ class Stage:
         is_last: Whether its output is the model's output.
         module: The model, which the stages of a rank share.
         names: The names of the stage's parameters in the model.
+        states: The state of modules that all stages of the rank run.
     """
 
     def __init__(
@@ -115,6 +126,7 @@ class Stage:
         forward: Forward,
         hidden: Sequence[tuple[Place, Gap]],
         entry: nn.Module,
+        states: StageStates,
     ) -> None:
         self.index = index
         self.pieces = pieces
@@ -122,6 +134,8 @@ class Stage:
         self.is_last = pieces.stop == forward.last + 1
         self.module = module
         self.names = names
+        self.states = states
+        self._is_seen = self.is_first
         self._forward = forward
         self._hidden = hidden
         if not self.is_first:
@@ -144,13 +158,12 @@ class Stage:
         known = self._forward.results
         known[:] = [own if told == NOT_KNOWN else told for own, told in zip(known, results, strict=True)]
 
-    def __call__(self, inputs: Any, hidden: Tensor | None = None, **named: Any) -> Any:
+    def __call__(self, inputs: Any, hidden: Tensor | None = None) -> Any:
         """Run the stage.
 
         Args:
-            inputs: The model's input, such as tokens `[batch, seq]`, or a mapping of its inputs by name.
+            inputs: The model's inputs, such as tokens `[batch, seq]`; see `Arguments.of`.
             hidden: Output of the previous stage, such as `[batch, seq, hidden]`; None for the first stage.
-            named: Further arguments of the model.
 
         Returns:
             A hidden state; for the last stage the model's output.
@@ -160,12 +173,14 @@ class Stage:
                 another stage than the hidden state.
         """
         assert (hidden is None) == self.is_first
-        with self._forward.through(hidden, self.pieces) as forward, self._gaps():
+        is_first, self._is_seen = not self._is_seen, True
+        with (
+            self._forward.through(hidden, self.pieces, is_first=is_first) as forward,
+            self._gaps(),
+            self.states.of(self.index),
+        ):
             try:
-                if isinstance(inputs, Mapping):
-                    output = self.module(**inputs, **named)
-                else:
-                    output = self.module(inputs, **named)
+                output = Arguments.of(inputs, self.module.forward).give(self.module)
                 is_whole = self.is_last
             except EndOfStage:
                 output = forward.leaving
@@ -174,6 +189,13 @@ class Stage:
         if not is_whole:
             raise disordered(
                 f"the forward of {type(self.module).__name__} did not reach all of stage {self.index}"
+            )
+        if is_first and _is_nan(output) and not _is_nan(hidden):
+            raise ModelError(
+                f"the forward of {type(self.module).__name__} uses the hidden state outside of the pieces, "
+                "such as in a sum of a block's input and its output",
+                possible="pieces that take the hidden state and return the next one: residuals within blocks",
+                change="put the sum into the block's forward, or use pp=1",
             )
         return output
 
@@ -186,6 +208,12 @@ class Stage:
         finally:
             for place, part in before:
                 _put(place, part)
+
+
+def _is_nan(output: Any) -> bool:
+    """Return whether all numbers of an output are NaN."""
+    floats = [each for each in tensors_in(output) if each.is_floating_point() and each.numel()]
+    return bool(floats) and all(bool(each.isnan().all()) for each in floats)
 
 
 def _put(place: Place, part: Any) -> Any:

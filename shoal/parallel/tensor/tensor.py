@@ -12,13 +12,13 @@ A `TensorLayout` says, by patterns of module names, which layer is split and how
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from shoal.errors import PlanError
+from shoal.errors import ModelError, PlanError
 from shoal.models import Transformer
 from shoal.parallel.access import between_graphs
 from shoal.parallel.communication import Axis
@@ -26,6 +26,7 @@ from shoal.parallel.hugging_face.layout import fit_heads, has_tensor_plan, layou
 from shoal.parallel.layout import Cut
 from shoal.parallel.pipeline.deferred import Deferral
 from shoal.parallel.tensor.adapters import split_layers
+from shoal.parallel.tensor.head_shapes import watch_heads
 from shoal.parallel.tensor.named_layers import (
     full_name,
     linear_layer,
@@ -158,11 +159,13 @@ def tensor_parallel(
     common: dict[str, Any] = {"axis": axis, "sequence": sequence, "overlap": overlap, "deferral": deferral}
     columned: Any = partial(column_products, **common)
     rowed: Any = partial(row_product, **common)
-    for _, module, split in matching_modules(model, layout):
+    for name, module, split in matching_modules(model, layout):
         fit_heads(module, split, axis.size)
+        watch_heads(name, module, split, axis.size)
     for name, module, split in split_layers(model, layout):
         columns = _Columns(
             [module.get_submodule(child) for child in split.columns],
+            [full_name(name, child) for child in split.columns],
             [cuts.narrowed.get(f"{full_name(name, child)}.weight") for child in split.columns],
             columned,
         )
@@ -188,12 +191,20 @@ class _Columns:
 
     Args:
         layers: The layers, in the order of the layout.
+        names: Their names in the model.
         narrowed: For each layer, the rows (first, count) to compute with; None for all.
         products: `column_products` with all arguments except the operands.
     """
 
-    def __init__(self, layers: list[Any], narrowed: list[tuple[int, int] | None], products: Any) -> None:
+    def __init__(
+        self,
+        layers: list[Any],
+        names: list[str],
+        narrowed: list[tuple[int, int] | None],
+        products: Any,
+    ) -> None:
         self._layers = layers
+        self._names = names
         self._narrowed = narrowed
         self._products = products
         self._input: Tensor | None = None
@@ -203,18 +214,27 @@ class _Columns:
     def __call__(self, index: int, hidden: Tensor) -> Tensor:
         """Return the output of layer `index` for `hidden`."""
         if hidden is not self._input or index not in self._results:
-            weights = [self._part(layer.weight, rows) for layer, rows in self._each()]
-            biases = [
-                None if layer.bias is None else self._part(layer.bias, rows) for layer, rows in self._each()
+            # In latent attention (MLA) some layers read a narrower input.
+            fitting = [
+                number for number, layer in enumerate(self._layers) if layer.in_features == hidden.shape[-1]
             ]
-            given = None if all(bias is None for bias in biases) else biases
-            self._results = dict(enumerate(self._products(hidden, weights, biases=given)))
+            if index not in fitting:
+                raise ModelError(
+                    f"{self._names[index]} takes {self._layers[index].in_features} features, and got "
+                    f"{list(hidden.shape)}",
+                    possible="inputs as on one device: the whole width of the residual stream",
+                    change="give it its input; between columns and rows a rank has only its own features",
+                )
+            given = [(self._layers[number], self._narrowed[number]) for number in fitting]
+            weights = [self._part(layer.weight, rows) for layer, rows in given]
+            biases = [None if layer.bias is None else self._part(layer.bias, rows) for layer, rows in given]
+            has_biases = any(bias is not None for bias in biases)
+            product = partial(self._products, weights=weights, biases=biases if has_biases else None)
+            results = _along_sequence(hidden, product)
+            self._results = dict(zip(fitting, results, strict=True))
         result = self._results.pop(index)
         self._input = hidden if self._results else None  # not kept longer than it is needed
         return result
-
-    def _each(self) -> Iterator[tuple[Any, tuple[int, int] | None]]:
-        return zip(self._layers, self._narrowed, strict=True)
 
     @staticmethod
     def _part(parameter: Tensor, rows: tuple[int, int] | None) -> Tensor:
@@ -223,8 +243,21 @@ class _Columns:
 
 @between_graphs
 def _row_forward(layer: Any, product: Any, hidden: Tensor) -> Tensor:
-    result: Tensor = product(hidden, layer.weight, bias=layer.bias)
+    (result,) = _along_sequence(hidden, lambda part: (product(part, layer.weight, bias=layer.bias),))
     return result
+
+
+def _along_sequence(hidden: Tensor, product: Callable[[Tensor], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    """Return products `[batch, seq, out]` of an input that may have other dims before its last two, or none.
+
+    Rows of several samples in one dim, as in shared experts, count as one sequence: a product does not depend
+    on their order.
+    """
+    if hidden.dim() == 3:
+        return product(hidden)
+    *before, seq, width = hidden.shape
+    results = product(hidden.reshape(-1, seq, width))
+    return tuple(result.view(*before, *result.shape[-2:]) for result in results)
 
 
 def _embed(layer: Any, axis: Axis, first_row: int, tokens: Tensor, *, sequence: bool) -> Tensor:

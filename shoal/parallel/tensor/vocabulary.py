@@ -8,8 +8,10 @@ ranks get all of these, `[size, 2, batch * seq]`, in one small all-gather, so th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -29,8 +31,13 @@ _CHUNK_ELEMENTS = 1 << 20
 _CHUNK_ELEMENTS_ON_ACCELERATORS = 1 << 26
 
 
-class SplitLogits(NamedTuple):
+@final
+@dataclass(frozen=True, eq=False)
+class SplitLogits:
     """Logits of a part of the vocabulary, as a rank of tensor parallelism computes them.
+
+    Functions of torch, tensor methods, indices and operators use the whole `logits`, so that any loss works;
+    `token_loss` gathers nothing.
 
     Attributes:
         local: This rank's logits, `[batch, seq, rows]`.
@@ -50,15 +57,30 @@ class SplitLogits(NamedTuple):
         """Return the cross-entropy of each target in nats `[batch, seq]`, fp32; nothing is gathered."""
         return vocabulary_cross_entropy(self.local, targets, self.axis, self.first_row)
 
-    @property
+    @cached_property
     def logits(self) -> Tensor:
-        """Return all logits `[batch, seq, vocab]`, gathered, without a gradient."""
-        rows = -(-self.vocabulary // self.axis.size)
-        batch, seq, held = self.local.shape
-        gathered = self.local.new_zeros(self.axis.size, batch, seq, rows)
-        gathered[self.axis.index, ..., :held] = self.local.detach()
-        self.axis.all_gather(gathered, "logits").wait()
-        return gathered.permute(1, 2, 0, 3).flatten(2)[..., : self.vocabulary]
+        """All logits `[batch, seq, vocab]`, gathered; every rank of the axis has to use them alike."""
+        whole: Tensor = _GatherLogits.apply(self.local, self.axis, self.first_row, self.vocabulary)
+        return whole
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(Tensor, name):
+            raise AttributeError(f"SplitLogits has no attribute {name!r}")
+        return getattr(self.logits, name)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch with the whole logits."""
+        whole = partial(_with_whole, cls)
+        return function(*map(whole, args), **{name: whole(each) for name, each in (kwargs or {}).items()})
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.logits[index]
+
+    def __len__(self) -> int:
+        return len(self.local)
 
 
 def embed_rows(
@@ -112,6 +134,44 @@ def vocabulary_cross_entropy(
     rows = logits.shape[-1] if rows is None else rows
     losses: Tensor = _CrossEntropy.apply(logits, targets, axis, first_row, rows, overwrite, name)
     return losses
+
+
+def _with_whole(kind: type, value: Any) -> Any:
+    if isinstance(value, kind):
+        return value.logits  # type: ignore[attr-defined]
+    return type(value)(_with_whole(kind, each) for each in value) if type(value) in (list, tuple) else value
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def operate(self: SplitLogits, *others: Any) -> Any:
+        return getattr(self.logits, name)(*(_with_whole(SplitLogits, other) for other in others))
+
+    return operate
+
+
+for _name in ("add", "sub", "mul", "truediv", "pow", "matmul"):
+    setattr(SplitLogits, f"__{_name}__", _operator(f"__{_name}__"))
+    setattr(SplitLogits, f"__r{_name}__", _operator(f"__r{_name}__"))
+for _name in ("neg", "abs", "lt", "le", "gt", "ge"):
+    setattr(SplitLogits, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+class _GatherLogits(torch.autograd.Function):
+    """Gather logits; each rank computes the whole loss, so its part of the gradient is already complete."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, axis: Axis, first_row: int, vocabulary: int) -> Tensor:
+        ctx.first_row, ctx.held = first_row, local.shape[-1]
+        rows = -(-vocabulary // axis.size)
+        gathered = local.new_zeros(axis.size, *local.shape[:-1], rows)
+        gathered[axis.index, ..., : ctx.held] = local
+        axis.all_gather(gathered, "logits").wait()
+        return gathered.movedim(0, -2).flatten(-2)[..., :vocabulary]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient.narrow(-1, ctx.first_row, ctx.held), None, None, None
 
 
 class _EmbedRows(torch.autograd.Function):

@@ -1,0 +1,524 @@
+"""One program for each row of docs/guides/patterns.md: gives values to compare, or ends with an error.
+
+To add a row, write it on the page, and its program here under the same words. A program gets a Plan's text,
+runs on every rank of it, and returns tensors or numbers that are the same on one device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shoal
+from shoal.models import logits_of, next_token_loss
+from shoal.parallel import Parallel, Split, StageLayout, TensorLayout
+
+PROGRAMS: dict[str, Callable[[str], Any]] = {}
+
+VOCABULARY, WIDTH, HEADS, LENGTH = 61, 32, 4, 12
+TOKENS = torch.randint(VOCABULARY, (4, LENGTH), generator=torch.Generator().manual_seed(1))
+TARGETS = TOKENS.roll(-1, 1)
+
+
+def pattern(words: str) -> Callable[[Callable[[str], Any]], Callable[[str], Any]]:
+    """Register the program of a row."""
+
+    def register(program: Callable[[str], Any]) -> Callable[[str], Any]:
+        PROGRAMS[words] = program
+        return program
+
+    return register
+
+
+def run(words: str, plan: str) -> tuple[str, Any]:
+    """Return "works" and the values, or the name of the error and its text."""
+    try:
+        return "works", PROGRAMS[words](plan)
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+# -- models ------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Causal attention that shapes its heads as `view` says."""
+
+    def __init__(self, view: str) -> None:
+        super().__init__()
+        self.view = view
+        self.query, self.key, self.value, self.output = (
+            nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)
+        )
+
+    def split(self, hidden: Tensor, projected: Tensor) -> Tensor:
+        batch, seq, _ = hidden.shape
+        shapes = {
+            "numbers": (batch, seq, HEADS, WIDTH // HEADS),
+            "heads": (batch, seq, HEADS, -1),
+            "width": (*projected.shape[:-1], -1, WIDTH // HEADS),
+        }
+        return projected.view(*shapes[self.view]).transpose(1, 2)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        query, key, value = (self.split(hidden, each(hidden)) for each in (self.query, self.key, self.value))
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.output(mixed.transpose(1, 2).flatten(-2))
+
+
+class Latent(nn.Module):
+    """Attention whose keys and values come from a narrow latent (MLA)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.output = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.down = nn.Linear(WIDTH, 8, bias=False)
+        self.key, self.value = (nn.Linear(8, WIDTH, bias=False) for _ in range(2))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        latent = self.down(hidden)
+        query, key, value = (
+            each.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for each in (self.query(hidden), self.key(latent), self.value(latent))
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.output(mixed.transpose(1, 2).flatten(-2))
+
+
+class Block(nn.Module):
+    """A layer beside a residual stream."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return hidden + self.inner(hidden)
+
+
+class Decoder(nn.Module):
+    """Blocks between an embedding and a head."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(make()) for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        heads = dict.fromkeys(("query", "key", "value"), HEADS)
+        self.stage_layout = StageLayout(embed=("embed",), blocks="blocks", end=("head",))
+        self.tensor_layout = TensorLayout({"blocks.?.inner": Split(heads, {"output": HEADS})})
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+class Mixed(Decoder):
+    """A model with inputs of many kinds, which returns a dict."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda: Attention("width"))
+
+    def forward(
+        self,
+        tokens: Tensor,
+        shift: Tensor | None = None,
+        mask: Tensor | None = None,
+        factor: float = 1.0,
+        scale: Tensor | None = None,
+        repeat: int = 1,
+    ) -> dict[str, Any]:
+        hidden = self.embed(tokens) * factor
+        if shift is not None:
+            hidden = hidden + shift[..., None]
+        if mask is not None:
+            hidden = hidden * mask[..., None]
+        if repeat > 1:
+            hidden = hidden.repeat(1, repeat, 1)
+        for block in self.blocks:
+            hidden = block(hidden)
+        logits = self.head(hidden if scale is None else hidden * scale)
+        return {"logits": logits, "parts": [logits.mean(), logits.argmax(-1)], "name": "mixed"}
+
+
+def llama(**changes: Any) -> Any:
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=HEADS,
+        num_key_value_heads=2,
+        max_position_embeddings=8,
+        **changes,
+    )
+    return _sharp(transformers.LlamaForCausalLM, config)
+
+
+def _sharp(make: Callable[[Any], Any], config: Any) -> Any:
+    """A model whose logits differ clearly with its inputs."""
+    torch.manual_seed(0)
+    model = make(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter *= 4
+    return model
+
+
+def _after_step(parallel: Parallel, plan: str, loss: Callable[[Any, Tensor], Tensor]) -> list[float]:
+    """The loss and the gradient's norm of a step on all tokens."""
+    tokens, targets = parallel.local((TOKENS, TARGETS))
+    value = loss(parallel(tokens), targets)
+    value.backward()
+    mean = value.detach().clone()
+    parallel.axes.data.all_reduce(mean, "loss").wait()
+    return [mean.item() / parallel.axes.data.size, parallel.gradient_norm()]
+
+
+def _after_steps(
+    parallel: Parallel, pairs: list[tuple[Any, Tensor]], loss: Callable[[Any, Tensor], Tensor]
+) -> list[float]:
+    """The loss and the gradient's norm of a step of these micro-batches."""
+    dp = parallel.axes.dp
+    mine = pairs[dp.index * len(pairs) // dp.size :][: len(pairs) // dp.size]
+    total = parallel.forward_backward(iter(mine), len(mine), loss)
+    parallel.axes.pp.all_reduce(total, "loss").wait()
+    parallel.axes.data.all_reduce(total, "loss").wait()
+    return [total.item() / parallel.axes.data.size, parallel.gradient_norm()]
+
+
+# -- inputs and outputs ------------------------------------------------------------------------------
+
+
+@pattern("call the model with inputs by name, within `torch.no_grad()`")
+def named_inputs(plan: str) -> Any:
+    parallel = shoal.parallelize(llama(), plan)
+    mask = (torch.arange(LENGTH) >= 3).expand(4, LENGTH).long()
+    positions = torch.cat([torch.arange(5), torch.arange(LENGTH - 5)]).expand(4, LENGTH)
+    with torch.no_grad():
+        outputs = [
+            parallel(TOKENS, position_ids=positions),
+            parallel(input_ids=TOKENS, attention_mask=mask),
+            parallel(TOKENS, attention_mask=None, position_ids=positions[:1]),
+            parallel(input_ids=None, inputs_embeds=torch.linspace(0, 1, WIDTH).expand(4, LENGTH, WIDTH)),
+        ]
+    return [logits_of(output)[:, 3:] for output in outputs]
+
+
+@pattern("inputs that are None, numbers, tensors without dims, or further arguments by place")
+def many_inputs(plan: str) -> Any:
+    parallel = shoal.parallelize(Mixed(), plan)
+    mask, shift = torch.arange(LENGTH) % 2, torch.linspace(-1, 1, LENGTH)
+    with torch.no_grad():
+        outputs = [
+            parallel(TOKENS, None, mask),
+            parallel(TOKENS, shift.expand(4, -1), mask=None, factor=3.0),
+            parallel(TOKENS, scale=torch.tensor(2.0), repeat=2),
+            parallel(TOKENS, scale=torch.tensor(3.0), repeat=3, factor=2),
+        ]
+    return [output["logits"] for output in outputs]
+
+
+@pattern("read `output.loss` after a call with `labels=`")
+def loss_of_labels(plan: str) -> Any:
+    parallel = shoal.parallelize(llama(), plan)
+    with torch.no_grad():
+        output = parallel(TOKENS, labels=TOKENS)
+    return [output.loss, output.logits]
+
+
+@pattern("a model that returns a dict")
+def dict_output(plan: str) -> Any:
+    parallel = shoal.parallelize(Mixed(), plan)
+    with torch.no_grad():
+        output = parallel(TOKENS)
+    assert output["name"] == "mixed"
+    return [output["logits"], *output["parts"]]
+
+
+@pattern("an encoder with `token_type_ids` and `attention_mask`")
+def encoder(plan: str) -> Any:
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        max_position_embeddings=LENGTH,
+        tie_word_embeddings=False,
+    )
+    model = _sharp(transformers.BertForMaskedLM, config).eval()
+    stages = StageLayout(embed=("bert.embeddings",), blocks="bert.encoder.layer", end=("cls",))
+    parallel = shoal.parallelize(model, plan, stages=stages)
+    types = (torch.arange(LENGTH) > 5).long().expand(4, LENGTH)
+    mask = (torch.arange(LENGTH) < 9).long().expand(4, LENGTH)
+    with torch.no_grad():
+        outputs = [
+            parallel(TOKENS, token_type_ids=types),
+            parallel(input_ids=TOKENS, attention_mask=mask, token_type_ids=types),
+            parallel(TOKENS, mask, labels=TOKENS),
+        ]
+    return [outputs[-1].loss, *(output.logits[:, :9] for output in outputs)]
+
+
+@pattern("ask for `output_hidden_states=True`")
+def hidden_states(plan: str) -> Any:
+    parallel = shoal.parallelize(llama(), plan)
+    with torch.no_grad():
+        return parallel(TOKENS, output_hidden_states=True).logits
+
+
+# -- pipelines ---------------------------------------------------------------------------------------
+
+
+@pattern("call `loss.backward()` on the output")
+def backward_in_a_pipeline(plan: str) -> Any:
+    parallel = shoal.parallelize(Decoder(lambda: Attention("width")), plan)
+    next_token_loss(parallel(TOKENS), TARGETS).backward()
+    return parallel.gradient_norm()
+
+
+@pattern("inputs of `forward_backward` that are mappings or tuples")
+def kinds_of_inputs(plan: str) -> Any:
+    parallel = shoal.parallelize(Mixed(), plan)
+    shift = torch.linspace(-1, 1, LENGTH).expand(4, -1)
+    mappings = [
+        ({"tokens": tokens, "shift": shifts, "factor": 2.0}, targets)
+        for tokens, shifts, targets in zip(TOKENS.split(1), shift.split(1), TARGETS.split(1), strict=True)
+    ]
+    tuples = [((each["tokens"], each["shift"]), targets) for each, targets in mappings]
+    loss = lambda output, targets: next_token_loss(output["logits"], targets)  # noqa: E731
+    results = []
+    for pairs in (mappings, tuples):
+        results += _after_steps(parallel, pairs, loss)
+        parallel.zero_grad()
+    return results
+
+
+@pattern("micro-batches of different lengths")
+def lengths(plan: str) -> Any:
+    parallel = shoal.parallelize(Decoder(lambda: Attention("width")), plan)
+    pairs = [
+        (tokens[:, :length], targets[:, :length])
+        for tokens, targets, length in zip(TOKENS.split(1), TARGETS.split(1), (12, 5, 9, 5), strict=True)
+    ]
+    results = []
+    for step in (pairs, pairs[::-1]):
+        results += _after_steps(parallel, step, next_token_loss)
+        parallel.zero_grad()
+    return results
+
+
+class Cut(Decoder):
+    """A model that leaves out what follows the last token that is not 0."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return super().forward(tokens[:, : int(tokens.any(0).nonzero().max()) + 1])
+
+
+@pattern("a hidden state whose shape depends on values in a tensor")
+def shape_of_values(plan: str) -> Any:
+    parallel = shoal.parallelize(Cut(lambda: Attention("width")), plan)
+    short = TOKENS.clone()
+    short[:, 6:] = 0
+    with torch.no_grad():
+        parallel(TOKENS)
+        return parallel(short)
+
+
+class Outside(Decoder):
+    """A model whose residual sums stand outside of its blocks."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embed(tokens)
+        for block in self.blocks:
+            hidden = hidden + block(hidden)
+        return self.head(hidden)
+
+
+@pattern("`hidden = hidden + block(hidden)`: a residual sum outside of the block")
+def residual_outside(plan: str) -> Any:
+    parallel = shoal.parallelize(Outside(lambda: Attention("width")), plan)
+    with torch.no_grad():
+        return parallel(TOKENS)
+
+
+@pattern("dynamic rotary embeddings, whose frequencies follow the longest sample so far")
+def dynamic_rotary(plan: str) -> Any:
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    parallel = shoal.parallelize(llama(rope_parameters=rope), plan)
+    pairs = [
+        (tokens[:, :length], targets[:, :length])
+        for tokens, targets, length in zip(TOKENS.split(1), TARGETS.split(1), (12, 10, 4, 9), strict=True)
+    ]
+    results = []
+    for step in (pairs[:2], pairs[1:3], pairs[2:]):
+        results += _after_steps(parallel, step, next_token_loss)
+        parallel.zero_grad()
+    return results
+
+
+# -- batches -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Batch:
+    tokens: Tensor
+    others: tuple[Tensor, dict[str, Any]]
+
+
+@pattern("`model.local(batch)` of dicts, tuples and dataclasses")
+def local_batches(plan: str) -> Any:
+    parallel = shoal.parallelize(nn.Linear(2, 2), plan)
+    names = ["a", "b", "c", "d"]
+    batch = Batch(TOKENS, (TARGETS, {"names": names, "weight": torch.tensor(2.0), "shift": TOKENS[:1]}))
+    mine = parallel.local(batch)
+    others = mine.others[1]
+    first = parallel.axes.dp.index * len(mine.tokens)
+    assert others["names"] == names[first : first + len(mine.tokens)]
+    assert others["weight"] == 2
+    assert torch.equal(others["shift"], TOKENS[:1])
+    whole = []
+    for tensor in (mine.tokens, mine.others[0]):
+        parts = torch.zeros_like(TOKENS)
+        parts[first : first + len(tensor)] = tensor
+        parallel.axes.dp.all_reduce(parts, "rows").wait()
+        whole.append(parts)
+    return whole
+
+
+@pattern("tensors of different numbers of rows in `model.local(batch)`")
+def unequal_rows(plan: str) -> Any:
+    return shoal.parallelize(nn.Linear(2, 2), plan).local({"tokens": TOKENS, "targets": TARGETS[:3]})
+
+
+# -- tensor parallelism ------------------------------------------------------------------------------
+
+
+@pattern("attention with `view(B, T, heads, head_dim)`")
+def heads_by_numbers(plan: str) -> Any:
+    parallel = shoal.parallelize(Decoder(lambda: Attention("numbers")), plan)
+    return _after_step(parallel, plan, next_token_loss)
+
+
+@pattern("attention with `view(B, T, heads, -1)`")
+def heads_by_their_number(plan: str) -> Any:
+    parallel = shoal.parallelize(Decoder(lambda: Attention("heads")), plan)
+    return _after_step(parallel, plan, next_token_loss)
+
+
+@pattern("attention with `view(*y.shape[:-1], -1, head_dim)`")
+def heads_by_width(plan: str) -> Any:
+    parallel = shoal.parallelize(Decoder(lambda: Attention("width")), plan)
+    return _after_step(parallel, plan, next_token_loss)
+
+
+@pattern("latent attention (MLA), with its layout")
+def latent_attention(plan: str) -> Any:
+    return _after_step(shoal.parallelize(Decoder(Latent), plan), plan, next_token_loss)
+
+
+@pattern("latent attention (MLA) of transformers")
+def latent_attention_of_transformers(plan: str) -> Any:
+    import transformers
+
+    config = transformers.DeepseekV2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        q_lora_rank=16,
+        kv_lora_rank=8,
+        qk_rope_head_dim=4,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        first_k_dense_replace=2,
+    )
+    model = _sharp(transformers.DeepseekV2ForCausalLM, config)
+    return _after_step(shoal.parallelize(model, plan), plan, next_token_loss)
+
+
+@pattern("shared experts of transformers")
+def shared_experts(plan: str) -> Any:
+    import transformers
+
+    config = transformers.Ernie4_5_MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=48,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=2,
+        moe_num_experts=4,
+        moe_k=2,
+        moe_num_shared_experts=1,
+        moe_layer_start_index=1,
+        moe_layer_end_index=1,
+    )
+    model = _sharp(transformers.Ernie4_5_MoeForCausalLM, config)
+    return _after_step(shoal.parallelize(model, plan), plan, next_token_loss)
+
+
+@pattern("a loss of one's own: label smoothing, `log_softmax`, slices of the logits")
+def own_loss(plan: str) -> Any:
+    def loss(logits: Any, targets: Tensor) -> Tensor:
+        smooth = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), label_smoothing=0.1)
+        entropy = F.log_softmax(logits[:, 1:], -1).exp().square().sum(-1).mean()
+        return smooth + entropy + 0.01 * (logits * logits).mean()
+
+    parallel = shoal.parallelize(Decoder(lambda: Attention("width")), plan)
+    return _after_step(parallel, plan, loss)
+
+
+# -- the module itself -------------------------------------------------------------------------------
+
+
+@pattern("`named_modules()` and `get_submodule()` beside `named_parameters()`")
+def names(plan: str) -> Any:
+    model = Decoder(lambda: Attention("width"))
+    expected = [name for name, _ in model.named_modules()]
+    parallel = shoal.parallelize(model, plan)
+    assert [name for name, _ in parallel.named_modules()] == expected
+    modules = dict(parallel.named_modules())
+    for name, parameter in parallel.named_parameters():
+        holder, _, key = name.rpartition(".")
+        assert key in dict(modules[holder].named_parameters())
+        assert parallel.get_submodule(holder) is modules[holder]
+        assert parallel.get_parameter(name) is parameter
+    return len(modules)
+
+
+@pattern("read an attribute of the model, such as `model.config`")
+def attributes(plan: str) -> Any:
+    return shoal.parallelize(llama(), plan).config.hidden_size
+
+
+@pattern("`copy.deepcopy(model)`")
+def copies(plan: str) -> Any:
+    return copy.deepcopy(shoal.parallelize(nn.Linear(2, 2), plan))
+
+
+@pattern("`model.half()` and `model.to(torch.bfloat16)`")
+def casts(plan: str) -> Any:
+    parallel = shoal.parallelize(nn.Linear(2, 2), plan)
+    try:
+        parallel.half()
+    except shoal.errors.LayoutError:
+        return parallel.to(torch.bfloat16)
