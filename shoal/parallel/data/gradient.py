@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 
 import torch
@@ -64,8 +65,7 @@ class GradientReduction:
         self._missing: list[int]
         self._reset()
         for position, gradient_sum in enumerate(self._sums):
-            for index, parameter in enumerate(gradient_sum.bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(self._hook(position, index))
+            gradient_sum.hold_hooks(partial(self._hook, position))
 
     def exchanges(self) -> dict[str, CompressedBucket]:
         """Return the exchange of each bucket, by the bucket's name."""
@@ -97,6 +97,11 @@ class GradientReduction:
         for gradient_sum in self._sums:
             self._finish_sum(gradient_sum)
         self._on_end()
+
+    def call_hooks(self) -> None:
+        """Call users' hooks on the parameters with a new gradient, after the last backward of a step."""
+        for gradient_sum in self._sums:
+            gradient_sum.call_hooks()
 
     def clear(self) -> None:
         """Forget all gradients of backwards that were not reduced."""

@@ -51,6 +51,7 @@ class _ShardedWeights(Strategy):
     def __init__(self, setup: Setup, *, sums_stay: bool) -> None:
         self._sums_stay = sums_stay
         self.compressing = setup.compressing
+        self._is_stage = setup.entry is not None
         self._storage = setup.storage
         # The positions of buckets whose gradients are reduced, by block; the last are the root's.
         self._positions: list[list[int]] = [[] for _ in range(len(setup.blocks) + 1)]
@@ -155,6 +156,10 @@ class _ShardedWeights(Strategy):
         """See `Strategy.finish_reduction`."""
         self._reduction.finish()
 
+    def call_hooks(self) -> None:
+        """See `Strategy.call_hooks`."""
+        self._reduction.call_hooks()
+
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """See `Strategy.gathered`."""
@@ -242,6 +247,8 @@ class _ShardedWeights(Strategy):
             self._storage.settle()
         if not (self._accumulating or self._reduction.is_paused):
             self.note_step()
+            if not self._is_stage:
+                self.call_hooks()
 
     # -- what the visits do -------------------------------------------------------------------------
 

@@ -238,6 +238,8 @@ class Pipeline:
         for strategy in reducing:
             strategy.finish_reduction()
         self._add_up_twins()
+        for here in self._stages.values():
+            here.strategy.call_hooks()
         return total
 
     def forward(self, inputs: Any) -> Any:
