@@ -32,6 +32,7 @@ from shoal.parallel.hugging_face.sequence import refuse_labels, split_stream, us
 from shoal.parallel.offload.storage import Storage
 from shoal.parallel.offload.stored_activations import store_activations
 from shoal.parallel.parallel import Parallel
+from shoal.parallel.partial_calls import mark_parts
 from shoal.parallel.pipeline.deferred import Deferral, put_off_products
 from shoal.parallel.pipeline.piece_memory import Batch
 from shoal.parallel.pipeline.pieces import Pieces, Room, cut_pieces
@@ -158,6 +159,7 @@ def parallelize(
     if storage is not None and storage.tiers.activations == "file":
         here = [blocks] if pieces is None else [pieces.blocks_of(each) for each in pieces.of(axes.pp.index)]
         store_activations(storage, model, plan, here, len(blocks))
+    mark_parts(model, [owned for strategy in strategies for owned in strategy.owned], axes)
     return Parallel(
         model,
         plan,

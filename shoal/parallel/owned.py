@@ -15,7 +15,10 @@ from shoal.parallel.communication import Axis
 from shoal.parallel.layout import Cut
 from shoal.parallel.offload.stored_shard import Stored
 
-__all__ = ["Frozen", "Owned", "as_sharded", "fixed_parameters", "like", "local_part"]
+__all__ = ["NO_NORM", "Frozen", "Owned", "as_sharded", "fixed_parameters", "like", "local_part"]
+
+NO_NORM = "_shoal_no_norm"
+"""Attribute of parameters and gradients whose norm here is no whole one: what the rank has of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +62,9 @@ class Owned:
     def give(self, gradient: torch.Tensor | None) -> None:
         """Make a tensor `[rows, ...]` the part's gradient; None removes the present one."""
         self.parameter.grad = None if gradient is None else like(self.parameter, gradient)
+        part = getattr(self.parameter, NO_NORM, None)
+        if part is not None and self.parameter.grad is not None:
+            setattr(self.parameter.grad, NO_NORM, part)
 
 
 @dataclass(frozen=True, slots=True)

@@ -346,8 +346,8 @@ class Parallel(nn.Module):
 
     def changed(self) -> None:
         """Report that owned parameters were changed other than after a backward; call it then."""
-        for strategy in self.strategies:
-            strategy.changed()
+        for each in self.strategies:
+            each.changed()
 
     def local(self, batch: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of a batch `[batch, ...]` that all ranks have.
@@ -392,8 +392,7 @@ class Parallel(nn.Module):
 
     def clip_gradients(self, limit: float) -> float:
         """Scale the whole gradient down to the norm `limit` if it is larger; return the norm before that."""
-        norm = self.measure_gradient().whole
-        limit_gradients(self.owned, norm, limit)
+        limit_gradients(self.owned, norm := self.measure_gradient().whole, limit)
         return norm.item()
 
     def _stale(self) -> str | None:

@@ -56,7 +56,9 @@ def vectors(draw, finite=True):
     elif kind == "sparse":
         values = values * (torch.rand(count, generator=generator) < 0.01)
     elif kind != "any":
-        values = values * {"zeros": 0.0, "denormal": 1e-42, "tiny": 1e-36, "huge": 1e37, "largest": 3e38}[kind]
+        values = (
+            values * {"zeros": 0.0, "denormal": 1e-42, "tiny": 1e-36, "huge": 1e37, "largest": 3e38}[kind]
+        )
     values = values.clamp(-LARGEST, LARGEST)
     if not finite:
         for place in draw(st.lists(st.integers(0, max(count - 1, 0)), max_size=4 if count else 0)):
