@@ -40,6 +40,9 @@ class GradientReduction:
             memory is free early. It must be False if ranks that reduce together also synchronise within a
             backward: a rank that waits for a bucket which another starts only at the end would never reach
             that point.
+
+    Attributes:
+        makes_graph: Whether the last backward made a graph of itself (`create_graph=True`).
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class GradientReduction:
         self._before_end = before_end
         self._on_end = on_end
         self._backward = NO_BACKWARD
+        self.makes_graph = False
         self._early: list[int] | None = None
         self._complete_here: dict[int, bool]
         self._missing: list[int]
@@ -125,6 +129,7 @@ class GradientReduction:
                     "zero_grad() of the parallel model first"
                 )
             self._backward = current
+            self.makes_graph = torch.is_grad_enabled()
             Variable._execution_engine.queue_callback(self._end_backward)
 
     def reduce_complete(self) -> None:
@@ -174,6 +179,10 @@ class GradientReduction:
 
     def _take(self, position: int, index: int) -> None:
         self.begin()
+        with torch.no_grad():
+            self._add(position, index)
+
+    def _add(self, position: int, index: int) -> None:
         bucket = self._sums[position].bucket
         if self._is_started[position]:
             raise TrainingError(
@@ -186,6 +195,7 @@ class GradientReduction:
         if self._missing[position] == 0 and not self._paused:
             self._on_complete(self)
 
+    @torch.no_grad()
     def _end_backward(self) -> None:
         self._before_end()
         for gradient_sum in self._sums:

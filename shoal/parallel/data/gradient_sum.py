@@ -131,6 +131,8 @@ class GradientSum:
             self._begin()
         gradient = self.bucket.parameters[index].grad
         assert gradient is not None
+        if gradient.requires_grad:  # the backward makes a graph
+            gradient = gradient.detach()
         is_added = self._held[index] and gradient.dtype != self._views[index].dtype
         arrived = _Arrived(index, gradient, is_added, factor)
         self._held[index] = True
