@@ -75,6 +75,7 @@ def parallelize(
 
     Args:
         model: Any module. Its trained parameters are fp32, or bf16 or fp16 that become fp32 in the optimizer.
+            If none is trained, as of a teacher, the model only computes.
         plan: A Plan or its text form.
         blocks: The repeated parts whose parameters are used in their own forward only; by default the
             elements of the outermost `ModuleList`s and `Sequential`s.
@@ -96,7 +97,7 @@ def parallelize(
         ModelError: The model cannot be laid out.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
-    require_trainable(model)
+    _require_parameters(model)
     _require_counted_routers(model, plan)
     on = place(model, device)
     recorder = recorder if recorder is not None else NullRecorder()
@@ -318,13 +319,24 @@ def require_trainable(model: nn.Module) -> None:
     Raises:
         ModelError: It has none, or one has another type.
     """
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if not trained:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(
             f"{type(model).__name__} has no parameter that requires a gradient",
             possible="a module with at least one trained parameter",
             change="set requires_grad on the parameters to train",
         )
+    _require_parameters(model)
+
+
+def _require_parameters(model: nn.Module) -> None:
+    """Check that a model has parameters; that those to train, if there are some, are of types that can be."""
+    if next(model.parameters(), None) is None:
+        raise ModelError(
+            f"{type(model).__name__} has no parameters",
+            possible="a module with parameters, trained or not",
+            change="give the module that has the parameters",
+        )
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise ModelError(

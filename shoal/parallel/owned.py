@@ -10,12 +10,22 @@ import torch
 from torch import nn
 from torch.utils.dlpack import from_dlpack
 
+from shoal.errors import LayoutError
 from shoal.parallel.axes import Family
 from shoal.parallel.communication import Axis
 from shoal.parallel.layout import Cut
 from shoal.parallel.offload.stored_shard import Stored
 
-__all__ = ["NO_NORM", "Frozen", "Owned", "as_sharded", "fixed_parameters", "like", "local_part"]
+__all__ = [
+    "NO_NORM",
+    "Frozen",
+    "Owned",
+    "as_sharded",
+    "fixed_parameters",
+    "like",
+    "local_part",
+    "require_trained",
+]
 
 NO_NORM = "_shoal_no_norm"
 """Attribute of parameters and gradients whose norm here is no whole one: what the rank has of them."""
@@ -135,3 +145,17 @@ def fixed_parameters(module: nn.Module, frozen: Sequence[Frozen]) -> dict[str, n
         elif each.local.data_ptr() != shown[each.name].data_ptr():
             shown[each.name] = nn.Parameter(each.local, requires_grad=False)
     return {each.name: shown[each.name] for each in frozen}
+
+
+def require_trained(owned: Sequence[Owned]) -> None:
+    """Check that a model that is laid over ranks has parameters to train.
+
+    Raises:
+        LayoutError: It has none.
+    """
+    if not owned:
+        raise LayoutError(
+            "the model had no parameter to train when it was laid over ranks, so it computes no gradients",
+            possible="parameters that require gradients before shoal.parallelize",
+            change="call requires_grad_() on the model, then lay it over ranks",
+        )

@@ -23,7 +23,7 @@ from shoal.parallel.micro_batches import own_rows, require_padded, run_one_by_on
 from shoal.parallel.offload.storage import Storage
 from shoal.parallel.optimizer.norm import GradientNorm, limit_gradients, measure_gradient
 from shoal.parallel.optimizer.optimizers import follow_optimizers
-from shoal.parallel.owned import fixed_parameters
+from shoal.parallel.owned import fixed_parameters, require_trained
 from shoal.parallel.pipeline.runtime import Loss, MicroBatch, Pipeline
 from shoal.parallel.state import State
 from shoal.parallel.whole import Whole
@@ -79,11 +79,11 @@ class Parallel(nn.Module):
         self.device = device
         self.storage = storage
         self._fixed = fixed_parameters(module, self.frozen)
-        self._has_dropout = hasattr(module, "dropout_keys") and any(
-            isinstance(layer, Dropout) and layer.p > 0 for layer in module.modules()
-        )
+        dropouts = (layer.p for layer in module.modules() if isinstance(layer, Dropout))
+        self._has_dropout = hasattr(module, "dropout_keys") and any(dropouts)
         follow_optimizers(module, self.owned, self.changed)
-        if not {owned.parameter for owned in self.owned} <= set(module.parameters()):
+        own = {owned.parameter for owned in self.owned}
+        if plan.sharding.cuts_weights or not own <= set(module.parameters()):
             refuse_copies(module, self._stale)
         self.set_micro_batches(1)
 
@@ -218,9 +218,11 @@ class Parallel(nn.Module):
         self.changed()
 
     def requires_grad_(self, requires_grad: bool = True) -> Parallel:
-        """Train all parameters from now on, or none."""
-        for parameter in (*self.parameters(), *self.module.parameters()):
-            parameter.requires_grad_(requires_grad)
+        """Train all parameters from now on, or none; raise a LayoutError if none was trained before."""
+        if requires_grad and self._pipeline is None:
+            require_trained(self.owned)
+        for each in (*self.parameters(), *self.module.parameters()):
+            each.requires_grad_(requires_grad)
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Parallel:
@@ -329,13 +331,12 @@ class Parallel(nn.Module):
             On rank 0, copies on the CPU, with trained parameters in fp32, as the optimizer has them; on other
             ranks an empty dict.
         """
-        keeps = self.axes.world.index == 0
         state = {}
         parts = self._whole.gather(
             self.module, self.owned, self.frozen, self._cuts, self.axes.world, self.device
         )
         for key, tensor in parts:
-            if keeps:
+            if self.axes.world.index == 0:
                 state[key] = tensor.to("cpu", copy=True)
         return state
 

@@ -114,7 +114,7 @@ class State:
 
     @property
     def _device(self) -> torch.device:
-        return next(iter(self._owned.values())).local.device
+        return next(iter((*self._owned.values(), *self._frozen.values()))).local.device
 
     def _require_fit(
         self, shapes: Mapping[str, tuple[int, ...]], strict: bool

@@ -16,7 +16,7 @@ from shoal.checkpoint import Coordinator, ProcessGroupCoordinator, SingleProcess
 from shoal.collectives import keep_freed_memory
 from shoal.data import Loader, as_samples
 from shoal.models import Transformer
-from shoal.parallel import Batch, Parallel, Replicas, own_device, parallelize
+from shoal.parallel import Batch, Parallel, Replicas, own_device, parallelize, require_trainable
 from shoal.parallel.compiled import compiled
 from shoal.parallel.device_memory import limit_logits
 from shoal.plan import Plan, SettledPlan
@@ -150,8 +150,7 @@ class Trainer:
         self.skips = Skips(self.config.skip)
         if self._device.type == "cpu":
             keep_freed_memory()
-        tokens = None if sequence is None else batch * sequence
-        settings = {"plan": str(self.plan), "seed": seed, "tokens_per_step": tokens}
+        settings = {"plan": str(self.plan), "seed": seed, "tokens_per_step": sequence and batch * sequence}
         recorded = self.coordinator, model, self._device, settings, recorder
         record = None if run is None else RunRecord(Path(run), *recorded)
         self._listeners = Listeners(record, on_step, on_validation, on_save, on_decision)
@@ -159,6 +158,7 @@ class Trainer:
         names = [name for name, _ in model.named_parameters()]
         self._reader = Reader(model, loss, counted)
         self._loader = Loader(samples, seed=seed, batch_size=batch)
+        require_trainable(model)
         self.parallel: Parallel = parallelize(
             model,
             self.plan,

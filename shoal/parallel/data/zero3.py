@@ -213,8 +213,8 @@ class _ShardedWeights(Strategy):
             for bucket in self._blocks[block]:
                 self._drop(bucket)
 
-    def _end_forward(self) -> None:
-        if not torch.is_grad_enabled():
+    def _end_forward(self, has_graph: bool) -> None:
+        if not has_graph:
             self._drop_own()
 
     def _begin_backward(self) -> None:
