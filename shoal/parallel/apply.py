@@ -14,7 +14,7 @@ from torch import nn
 from shoal.errors import ModelError, PlanError
 from shoal.models import Transformer, mixtures_of
 from shoal.parallel.axes import Axes
-from shoal.parallel.compiled import compile_blocks
+from shoal.parallel.compiled import compile_blocks, uncompiled
 from shoal.parallel.context.context import context_parallel, require_context
 from shoal.parallel.context.positions import require_sequence, residual_positions
 from shoal.parallel.data.blocks import find_blocks
@@ -51,6 +51,8 @@ __all__ = ["parallelize", "require_layout", "require_trainable"]
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}
 """The type of the weights that compute, by its bytes."""
+
+_TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def parallelize(
@@ -97,11 +99,12 @@ def parallelize(
         ModelError: The model cannot be laid out.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    model = uncompiled(model)
     _require_parameters(model)
     _require_counted_routers(model, plan)
     on = place(model, device)
     recorder = recorder if recorder is not None else NullRecorder()
-    blocks = list(find_blocks(model) if blocks is None else blocks)
+    blocks = [uncompiled(block) for block in blocks] if blocks is not None else list(find_blocks(model))
     _choose_products(plan, blocks, on)
     layout = None if plan.tp == 1 else layout_of(model) if layout is None else layout
     pieces = None
@@ -344,8 +347,9 @@ def _require_parameters(model: nn.Module) -> None:
                 possible="embeddings with sparse=False: ranks sum dense gradients",
                 change=f"make {name} with sparse=False",
             )
-    for name, parameter in trained.items():
-        if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    for name, parameter in model.named_parameters():
+        is_wide = parameter.dtype == torch.float64 or parameter.is_complex()  # fp32 would not hold it
+        if is_wide or (name in trained and parameter.dtype not in _TRAINED_DTYPES):
             raise ModelError(
                 f"the parameter {name} is {parameter.dtype}",
                 possible="fp32, bf16 or fp16 parameters; the Plan's precision sets the type for compute",

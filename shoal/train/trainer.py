@@ -17,7 +17,7 @@ from shoal.collectives import keep_freed_memory
 from shoal.data import Loader, as_samples
 from shoal.models import Transformer
 from shoal.parallel import Batch, Parallel, Replicas, own_device, parallelize, require_trainable
-from shoal.parallel.compiled import compiled
+from shoal.parallel.compiled import compiled, uncompiled
 from shoal.parallel.device_memory import limit_logits
 from shoal.plan import Plan, SettledPlan
 from shoal.record import NullRecorder, Recorder
@@ -139,6 +139,7 @@ class Trainer:
         held_out: HeldOut | None = None,
         offload_folder: Path | str | None = None,
     ) -> None:
+        require_trainable(model := uncompiled(model))
         samples = as_samples(data)
         plan = Plan.parse(plan) if isinstance(plan, str) else plan
         self._device = own_device(device)
@@ -158,7 +159,6 @@ class Trainer:
         names = [name for name, _ in model.named_parameters()]
         self._reader = Reader(model, loss, counted)
         self._loader = Loader(samples, seed=seed, batch_size=batch)
-        require_trainable(model)
         self.parallel: Parallel = parallelize(
             model,
             self.plan,
