@@ -117,7 +117,7 @@ class State:
 
     @property
     def _device(self) -> torch.device:
-        return next(iter((*self._owned.values(), *self._frozen.values()))).local.device
+        return next(each.local for part in (self._owned, self._frozen) for each in part.values()).device
 
     def _require_fit(
         self, shapes: Mapping[str, tuple[int, ...]], strict: bool
