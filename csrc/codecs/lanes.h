@@ -11,6 +11,7 @@ namespace {
 constexpr uint32_t magnitude_bits = 0x7fffffff;
 constexpr int32_t infinity_bits = 0x7f800000;
 constexpr uint32_t nan_bits = 0x7fc00000;
+constexpr float largest_float = 0x1.fffffep127f;
 
 inline float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 inline uint32_t bits_of(float value) { return __builtin_bit_cast(uint32_t, value); }

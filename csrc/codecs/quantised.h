@@ -31,11 +31,20 @@ int32_t peak_of(const float* values, size_t count) {
   return largest_lane<U>(U::larger(U::larger(peak[0], peak[1]), U::larger(peak[2], peak[3])));
 }
 
+// The largest scale of which `largest` times is no more than the largest float32.
+constexpr float most_scale(int largest) {
+  const auto most = static_cast<float>(double{largest_float} / largest);
+  return double{most} * largest > double{largest_float} ? __builtin_bit_cast(float, __builtin_bit_cast(uint32_t, most) - 1)
+                                                        : most;
+}
+
 template <class U, int largest>
 struct ScaledByPeak {
   static float scale_of(const float* values, size_t) {
     const int32_t peak = peak_of<U>(values, codec_block);
-    return peak >= infinity_bits ? float_of(nan_bits) : float_of(static_cast<uint32_t>(peak)) / largest;
+    if (peak >= infinity_bits) return float_of(nan_bits);
+    const float scale = float_of(static_cast<uint32_t>(peak)) / largest;
+    return scale < most_scale(largest) ? scale : most_scale(largest);
   }
   static bool has_zero_codes(float scale) { return !(scale > 0.0f); }
 };

@@ -45,9 +45,12 @@ inline std::byte* write_values(std::byte* to, const float* chunk, const Position
   return to + kept.count * sizeof(float);
 }
 
+// The nearest bfloat16 of a finite number; the largest one where that would be infinite.
 inline uint16_t bfloat16_of(double mean) {
+  constexpr uint32_t largest = 0x7f7f;
   const uint32_t bits = bits_of(static_cast<float>(mean));
-  return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+  const uint32_t nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return static_cast<uint16_t>(nearest < largest ? nearest : largest);
 }
 
 // The elements that two bits each and two magnitudes say; from the bytes of whole vectors.

@@ -15,7 +15,7 @@ from torch import nn
 from shoal.errors import ModelError, PlanError
 from shoal.models import Transformer, mixtures_of
 from shoal.parallel.axes import Axes
-from shoal.parallel.compiled import compile_blocks
+from shoal.parallel.compiled import compile_blocks, uncompiled
 from shoal.parallel.context.context import context_parallel, require_context
 from shoal.parallel.context.positions import require_sequence, residual_positions
 from shoal.parallel.data.blocks import find_blocks
@@ -35,6 +35,7 @@ from shoal.parallel.hugging_face.sequence import refuse_labels, split_stream, us
 from shoal.parallel.offload.storage import Storage
 from shoal.parallel.offload.stored_activations import store_activations
 from shoal.parallel.parallel import Parallel
+from shoal.parallel.partial_calls import mark_parts
 from shoal.parallel.pipeline.deferred import Deferral, put_off_products
 from shoal.parallel.pipeline.piece_memory import Batch
 from shoal.parallel.pipeline.pieces import Pieces, Room, cut_pieces
@@ -53,6 +54,8 @@ __all__ = ["parallelize", "require_layout", "require_trainable"]
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}
 """The type of the weights that compute, by its bytes."""
+
+_TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def parallelize(
@@ -77,6 +80,7 @@ def parallelize(
 
     Args:
         model: Any module. Its trained parameters are fp32, or bf16 or fp16 that become fp32 in the optimizer.
+            If none is trained, as of a teacher, the model only computes.
         plan: A Plan or its text form.
         blocks: The repeated parts whose parameters are used in their own forward only; by default the
             elements of the outermost `ModuleList`s and `Sequential`s.
@@ -98,11 +102,12 @@ def parallelize(
         ModelError: The model cannot be laid out.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
-    require_trainable(model)
+    model = uncompiled(model)
+    _require_parameters(model)
     _require_counted_routers(model, plan)
     on = place(model, device)
     recorder = recorder if recorder is not None else NullRecorder()
-    blocks = list(find_blocks(model) if blocks is None else blocks)
+    blocks = [uncompiled(block) for block in blocks] if blocks is not None else list(find_blocks(model))
     probe = DivisionProbe(model, plan, on, None if batch is None else batch.sequence)
     _choose_products(plan, blocks, on)
     given, layout = layout, None if plan.tp == 1 else layout_of(model) if layout is None else layout
@@ -164,6 +169,7 @@ def parallelize(
     if storage is not None and storage.tiers.activations == "file":
         here = [blocks] if pieces is None else [pieces.blocks_of(each) for each in pieces.of(axes.pp.index)]
         store_activations(storage, model, plan, here, len(blocks))
+    mark_parts(model, [owned for strategy in strategies for owned in strategy.owned], axes)
     return Parallel(
         model,
         plan,
@@ -337,13 +343,24 @@ def require_trainable(model: nn.Module) -> None:
     Raises:
         ModelError: It has none, or one has another type.
     """
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    if not trained:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ModelError(
             f"{type(model).__name__} has no parameter that requires a gradient",
             possible="a module with at least one trained parameter",
             change="set requires_grad on the parameters to train",
         )
+    _require_parameters(model)
+
+
+def _require_parameters(model: nn.Module) -> None:
+    """Check that a model has parameters; that those to train, if there are some, are of types that can be."""
+    if next(model.parameters(), None) is None:
+        raise ModelError(
+            f"{type(model).__name__} has no parameters",
+            possible="a module with parameters, trained or not",
+            change="give the module that has the parameters",
+        )
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name, module in model.named_modules():
         if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise ModelError(
@@ -351,8 +368,9 @@ def require_trainable(model: nn.Module) -> None:
                 possible="embeddings with sparse=False: ranks sum dense gradients",
                 change=f"make {name} with sparse=False",
             )
-    for name, parameter in trained.items():
-        if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    for name, parameter in model.named_parameters():
+        is_wide = parameter.dtype == torch.float64 or parameter.is_complex()  # fp32 would not hold it
+        if is_wide or (name in trained and parameter.dtype not in _TRAINED_DTYPES):
             raise ModelError(
                 f"the parameter {name} is {parameter.dtype}",
                 possible="fp32, bf16 or fp16 parameters; the Plan's precision sets the type for compute",

@@ -20,6 +20,7 @@ draw from them. They are on the host, a GPU's too: to keep them is a small copy 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Container, Sequence
 from functools import partial, wraps
 from typing import Any
@@ -30,13 +31,16 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from shoal.trace import EXPENSIVE
 
-__all__ = ["compile_blocks", "compiled"]
+__all__ = ["compile_blocks", "compiled", "plain_key", "uncompiled"]
 
 _OWN = "shoal"
 """Namespace of Shoal's own operators, such as ring attention; all of them are expensive."""
 
 BACKEND = "inductor"
 """torch.compile's backend for compile=blocks."""
+
+_WRAPPED = "_orig_mod"
+"""The name of a module in the wrapper that `torch.compile` returns."""
 
 _GRAPHS_PER_BLOCK = 8
 """Graphs that a block may have: without gradients, in evaluation, between its collectives."""
@@ -106,3 +110,34 @@ def _with_room(function: Callable[..., Any], graphs: int) -> Callable[..., Any]:
 def _keep_expensive(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     expensive = operator in EXPENSIVE or operator.namespace == _OWN
     return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """Return a model without what `torch.compile` or `compile()` made of it and of its modules, in place.
+
+    A wrapper adds `_orig_mod.` to names, and a module that compiles its calls would compile the hooks that a
+    Plan adds. It warns if there were any, and says how to compile under a Plan.
+    """
+    was_compiled = False
+    while _WRAPPED in model._modules:
+        model, was_compiled = model.get_submodule(_WRAPPED), True
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            while child is not None and _WRAPPED in child._modules:
+                child, was_compiled = child.get_submodule(_WRAPPED), True
+            parent._modules[name] = child
+    for module in model.modules():
+        if module._compiled_call_impl is not None:
+            module._compiled_call_impl, was_compiled = None, True
+    if was_compiled:
+        warnings.warn(
+            "the model was compiled before it is laid over ranks, and computes without that: its names are "
+            "those of the plain model; to compile its blocks, give the Plan compile=blocks",
+            stacklevel=3,
+        )
+    return model
+
+
+def plain_key(key: str) -> str:
+    """Return a name of a `state_dict` as it is without `torch.compile`."""
+    return key.replace(f"{_WRAPPED}.", "")

@@ -10,12 +10,25 @@ import torch
 from torch import nn
 from torch.utils.dlpack import from_dlpack
 
+from shoal.errors import LayoutError
 from shoal.parallel.axes import Family
 from shoal.parallel.communication import Axis
 from shoal.parallel.layout import Cut
 from shoal.parallel.offload.stored_shard import Stored
 
-__all__ = ["Frozen", "Owned", "as_sharded", "fixed_parameters", "like", "local_part"]
+__all__ = [
+    "NO_NORM",
+    "Frozen",
+    "Owned",
+    "as_sharded",
+    "fixed_parameters",
+    "like",
+    "local_part",
+    "require_trained",
+]
+
+NO_NORM = "_shoal_no_norm"
+"""Attribute of parameters and gradients whose norm here is no whole one: what the rank has of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +72,9 @@ class Owned:
     def give(self, gradient: torch.Tensor | None) -> None:
         """Make a tensor `[rows, ...]` the part's gradient; None removes the present one."""
         self.parameter.grad = None if gradient is None else like(self.parameter, gradient)
+        part = getattr(self.parameter, NO_NORM, None)
+        if part is not None and self.parameter.grad is not None:
+            setattr(self.parameter.grad, NO_NORM, part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,3 +145,17 @@ def fixed_parameters(module: nn.Module, frozen: Sequence[Frozen]) -> dict[str, n
         elif each.local.data_ptr() != shown[each.name].data_ptr():
             shown[each.name] = nn.Parameter(each.local, requires_grad=False)
     return {each.name: shown[each.name] for each in frozen}
+
+
+def require_trained(owned: Sequence[Owned]) -> None:
+    """Check that a model that is laid over ranks has parameters to train.
+
+    Raises:
+        LayoutError: It has none.
+    """
+    if not owned:
+        raise LayoutError(
+            "the model had no parameter to train when it was laid over ranks, so it computes no gradients",
+            possible="parameters that require gradients before shoal.parallelize",
+            change="call requires_grad_() on the model, then lay it over ranks",
+        )

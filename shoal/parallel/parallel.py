@@ -24,7 +24,7 @@ from shoal.parallel.model_face import ModelFace
 from shoal.parallel.offload.storage import Storage
 from shoal.parallel.optimizer.norm import GradientNorm, limit_gradients, measure_gradient
 from shoal.parallel.optimizer.optimizers import follow_optimizers
-from shoal.parallel.owned import fixed_parameters
+from shoal.parallel.owned import fixed_parameters, require_trained
 from shoal.parallel.pipeline.runtime import Loss, MicroBatch, Pipeline
 from shoal.parallel.state import State
 from shoal.parallel.whole import Whole
@@ -80,11 +80,11 @@ class Parallel(ModelFace):
         self._pipeline = pipeline
         self.storage = storage
         self._fixed = fixed_parameters(module, self.frozen)
-        self._has_dropout = hasattr(module, "dropout_keys") and any(
-            isinstance(layer, Dropout) and layer.p > 0 for layer in module.modules()
-        )
+        dropouts = (layer.p for layer in module.modules() if isinstance(layer, Dropout))
+        self._has_dropout = hasattr(module, "dropout_keys") and any(dropouts)
         follow_optimizers(module, self.owned, self.changed)
-        if not {owned.parameter for owned in self.owned} <= set(module.parameters()):
+        own = {owned.parameter for owned in self.owned}
+        if plan.sharding.cuts_weights or not own <= set(module.parameters()):
             refuse_copies(module, self._stale)
         self._auxiliary = AuxiliaryLosses(module, axes.sequence.size // axes.cp.size)
 
@@ -221,9 +221,11 @@ class Parallel(ModelFace):
         self.changed()
 
     def requires_grad_(self, requires_grad: bool = True) -> Parallel:
-        """Train all parameters from now on, or none."""
-        for parameter in (*self.parameters(), *self.module.parameters()):
-            parameter.requires_grad_(requires_grad)
+        """Train all parameters from now on, or none; raise a LayoutError if none was trained before."""
+        if requires_grad and self._pipeline is None:
+            require_trained(self.owned)
+        for each in (*self.parameters(), *self.module.parameters()):
+            each.requires_grad_(requires_grad)
         return self
 
     def saved_buffers(self) -> dict[str, torch.Tensor]:
@@ -306,8 +308,8 @@ class Parallel(ModelFace):
 
     def changed(self) -> None:
         """Report that owned parameters were changed other than after a backward; call it then."""
-        for strategy in self.strategies:
-            strategy.changed()
+        for each in self.strategies:
+            each.changed()
 
     def local(self, batch: Batch) -> Batch:
         """Return this rank's rows of a batch that all ranks have: a tensor `[batch, ...]`, or several.
@@ -356,8 +358,7 @@ class Parallel(ModelFace):
 
     def clip_gradients(self, limit: float) -> float:
         """Scale the whole gradient down to the norm `limit` if it is larger; return the norm before that."""
-        norm = self.measure_gradient().whole
-        limit_gradients(self.owned, norm, limit)
+        limit_gradients(self.owned, norm := self.measure_gradient().whole, limit)
         return norm.item()
 
     def _stale(self) -> str | None:

@@ -13,6 +13,7 @@ from torch import nn
 from shoal.collectives.values import broadcast_value
 from shoal.errors import ModelError
 from shoal.parallel.axes import Axes
+from shoal.parallel.compiled import plain_key
 from shoal.parallel.layout import Cut
 from shoal.parallel.owned import Frozen, Owned, as_sharded, local_part
 from shoal.parallel.whole import Whole
@@ -89,6 +90,7 @@ class State:
         Raises:
             ModelError: A tensor has another shape, or names differ and `strict` is set.
         """
+        given = {plain_key(key): value for key, value in given.items()}
         missing, unexpected = self._require_fit(
             {key: _shape_of(value) for key, value in given.items()}, strict
         )
@@ -104,6 +106,7 @@ class State:
             ModelError: As for `load`, on every rank.
         """
         world = self._axes.world
+        given = {plain_key(key): value for key, value in given.items()}
         shapes = {key: tuple(value.shape) for key, value in given.items()}
         if world.size > 1:
             shapes = broadcast_value(shapes)
@@ -121,7 +124,7 @@ class State:
 
     @property
     def _device(self) -> torch.device:
-        return next(iter(self._owned.values())).local.device
+        return next(each.local for part in (self._owned, self._frozen) for each in part.values()).device
 
     def _require_fit(
         self, shapes: Mapping[str, tuple[int, ...]], strict: bool

@@ -16,8 +16,8 @@ from shoal.checkpoint import Coordinator, ProcessGroupCoordinator, SingleProcess
 from shoal.collectives import keep_freed_memory
 from shoal.data import Loader, are_packed, as_samples
 from shoal.models import Transformer
-from shoal.parallel import Batch, Parallel, Replicas, own_device, parallelize
-from shoal.parallel.compiled import compiled
+from shoal.parallel import Batch, Parallel, Replicas, own_device, parallelize, require_trainable
+from shoal.parallel.compiled import compiled, uncompiled
 from shoal.parallel.device_memory import limit_logits
 from shoal.plan import Plan, SettledPlan
 from shoal.record import NullRecorder, Recorder
@@ -139,6 +139,7 @@ class Trainer:
         held_out: HeldOut | None = None,
         offload_folder: Path | str | None = None,
     ) -> None:
+        require_trainable(model := uncompiled(model))
         samples = as_samples(data)
         plan = Plan.parse(plan) if isinstance(plan, str) else plan
         self._device = own_device(device)
@@ -150,8 +151,7 @@ class Trainer:
         self.skips = Skips(self.config.skip)
         if self._device.type == "cpu":
             keep_freed_memory()
-        tokens = None if sequence is None else batch * sequence
-        settings = {"plan": str(self.plan), "seed": seed, "tokens_per_step": tokens}
+        settings = {"plan": str(self.plan), "seed": seed, "tokens_per_step": sequence and batch * sequence}
         recorded = self.coordinator, model, self._device, settings, recorder
         record = None if run is None else RunRecord(Path(run), *recorded)
         self._listeners = Listeners(record, on_step, on_validation, on_save, on_decision)

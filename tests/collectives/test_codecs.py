@@ -21,6 +21,7 @@ TEXTS = [
     "int8", "int4", "fp8", "sign", "topk:64", "topk:3", "topk:64:2bit", "topk:5:2bit", "topk:4096",
     "threshold:1", "threshold:3", "random:64", "random:7", "random:4096",
 ]  # fmt: skip
+LARGEST = torch.finfo(torch.float32).max
 RANDOM = ["int8", "int4", "fp8"]
 LENGTHS = st.one_of(
     st.integers(0, 300), st.sampled_from([1023, 1024, 1025, 4095, 4096, 4097, 9001, 12288, 20003])
@@ -49,14 +50,16 @@ def vectors(draw, finite=True):
     values = torch.randn(count, generator=generator)
     spread = draw(st.sampled_from([0.0, 1.0, 8.0]))
     values = values * torch.exp2(spread * torch.randn(count, generator=generator))
-    kind = draw(st.sampled_from(["any", "ties", "sparse", "zeros", "denormal", "tiny", "huge"]))
+    kind = draw(st.sampled_from(["any", "ties", "sparse", "zeros", "denormal", "tiny", "huge", "largest"]))
     if kind == "ties":
         values = values.round()
     elif kind == "sparse":
         values = values * (torch.rand(count, generator=generator) < 0.01)
     elif kind != "any":
-        values = values * {"zeros": 0.0, "denormal": 1e-42, "tiny": 1e-36, "huge": 1e37}[kind]
-    values = values.clamp(-3e38, 3e38)
+        values = (
+            values * {"zeros": 0.0, "denormal": 1e-42, "tiny": 1e-36, "huge": 1e37, "largest": 3e38}[kind]
+        )
+    values = values.clamp(-LARGEST, LARGEST)
     if not finite:
         for place in draw(st.lists(st.integers(0, max(count - 1, 0)), max_size=4 if count else 0)):
             values[place] = draw(st.sampled_from([math.nan, math.inf, -math.inf]))
@@ -260,6 +263,19 @@ def test_the_core_refuses_payloads_that_are_too_short_or_point_outside():
     payload[codec.payload(CHUNK) :] = 0xFF
     with pytest.raises(CollectiveError, match="is not one of"):
         codec.decode_add(payload, out)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@given(values=vectors())
+def test_what_is_finite_is_decoded_to_finite_numbers_and_leaves_finite_ones_out(text, values):
+    codec = codec_of(Compression.parse(text))
+    for edge in (values, torch.cat([values, torch.tensor([-LARGEST])]), torch.full_like(values, LARGEST)):
+        payload, rest = torch.empty(codec.payload(len(edge)), dtype=torch.uint8), torch.empty_like(edge)
+        written = codec.encode(edge, payload, seed=1, residual=rest)
+        out = torch.empty_like(edge)
+        codec.decode(payload[:written], out, seed=1)
+        assert out.isfinite().all()
+        assert rest.isfinite().all()
 
 
 @pytest.mark.parametrize("text", ["none", "powersgd:2"])

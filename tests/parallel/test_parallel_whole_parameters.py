@@ -72,7 +72,29 @@ def adafactor(named, whole, parallel):
     return [torch.optim.Adafactor(groups, lr=0.1)]
 
 
-MAKERS = {"muon": muon, "adafactor": adafactor}
+class Filling(torch.optim.Optimizer):
+    """Takes zeros for missing gradients, as code of Muon in wide use does; scales by a matrix's norm."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for each in group["params"]:
+                if each.grad is None:
+                    each.grad = torch.zeros_like(each)
+                sums = self.state[each].setdefault("sums", torch.zeros_like(each))
+                sums.mul_(0.9).add_(each.grad)
+                each.mul_(1 - group["lr"] / 10).sub_(group["lr"] * sums / (sums.norm() + 1e-3))
+
+
+def filling(named, whole, parallel):
+    given = [(name, each) for name, each in named if each.requires_grad]
+    return [WholeParameters(parallel, given, Filling, lr=0.1) if whole else Filling(given, lr=0.1)]
+
+
+MAKERS = {"muon": muon, "adafactor": adafactor, "filling": filling}
 
 
 def step_all(optimizers, number):

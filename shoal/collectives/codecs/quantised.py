@@ -6,8 +6,9 @@ negative). Where a block has an element that is not finite, its scale is NaN, an
 decoded to NaN.
 
 int8, int4 and fp8 round up or down at random, the nearer the likelier, so that the mean of a decoded element
-is the element; the largest magnitude of a block is the largest number of the format. sign has the mean
-magnitude of the block (Seide et al., Interspeech 2014). csrc/codecs/quantised.h does the same arithmetic.
+is the element; the largest magnitude of a block is the largest number of the format. A scale is at most the
+one with which that number is finite. sign has the mean magnitude of the block (Seide et al., Interspeech
+2014). csrc/codecs/quantised.h does the same arithmetic.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def encode_quantised(kind: str, values: Tensor, payload: Tensor, seed: int) -> i
     else:
         largest, round_to_codes = _FORMATS[kind]
         scales = blocks.abs().amax(1) / blocks.new_tensor(largest)
-        scales = torch.where(not_finite(scales), torch.nan, scales)
+        scales = torch.where(not_finite(scales), torch.nan, scales.clamp(max=_most_scale(largest)))
         grid = (blocks / scales[:, None]).view(-1)[: values.numel()]
         codes = round_to_codes(grid, random_bits(seed, values.numel(), values.device))
         codes = torch.where((scales > 0).repeat_interleave(BLOCK)[: values.numel()], codes, _ZERO[kind])
@@ -55,6 +56,13 @@ def decode_quantised(kind: str, payload: Tensor, elements: int) -> Tensor:
     if kind == "fp8":
         return codes.view(torch.float8_e4m3fn).float() * scales
     return (codes.view(torch.int8) if kind == "int8" else codes.to(torch.int8) - 8).float() * scales
+
+
+def _most_scale(largest: float) -> float:
+    """Return the largest fp32 scale of which `largest` times is no more than the largest fp32 number."""
+    limit = torch.finfo(torch.float32).max
+    most = torch.tensor(limit) / largest
+    return (most if most.item() * largest <= limit else torch.nextafter(most, torch.zeros(()))).item()
 
 
 def _mean_magnitudes(values: Tensor, blocks: Tensor) -> Tensor:

@@ -5,8 +5,8 @@ A payload is chunk after chunk of 4,096 elements, the last one shorter:
     topk:N         positions of the kept elements, ascending, 12 bits each (two in three bytes, the first
                    in the lowest bits), then their values in fp32
     topk:N:2bit    positions, then 2 bits for each (bit 0: negative; bit 1: larger than the mean magnitude
-                   of the kept values; the first in the lowest bits), then two magnitudes in bf16: the mean
-                   of the smaller ones, and of the larger ones
+                   of the kept values; the first in the lowest bits), then two magnitudes in bf16, both
+                   finite: the mean of the smaller ones, and of the larger ones
     threshold:N    how many are kept in 16 bits, positions, values in fp32
 
 Of equal magnitudes topk keeps the one with the lower position. An element that is not finite counts as the
@@ -163,7 +163,8 @@ def _two_bits(values: Tensor) -> Tensor:
     larger = magnitudes > (ordered_sum(magnitudes) / kept)[:, None]
     codes = pad((values < 0).int() + 2 * larger.int(), (0, -kept % 4)).view(values.shape[0], -1, 4)
     shifts = torch.arange(0, 8, 2, dtype=torch.int32, device=values.device)
-    means = torch.stack([_mean(magnitudes, ~larger), _mean(magnitudes, larger)], 1).bfloat16()
+    means = torch.stack([_mean(magnitudes, ~larger), _mean(magnitudes, larger)], 1)
+    means = means.clamp(max=torch.finfo(torch.bfloat16).max).bfloat16()
     means = torch.where(not_finite(values).any(1)[:, None], torch.nan, means)  # NaN of one bit pattern
     return torch.cat([(codes << shifts).sum(2).to(torch.uint8), as_bytes(means)], 1)
 

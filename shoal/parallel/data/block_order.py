@@ -45,7 +45,8 @@ class Visits:
         begin_forward: Called before the model.
         come_forward: Called before a block is run or passed.
         leave_forward: Called when the walk goes on from a block.
-        end_forward: Called after the model; the walk has come to the last block and not left it.
+        end_forward: Called after the model; the walk has come to the last block and not left it. It gets
+            whether a backward may follow.
         begin_backward: Called before the first block of a backward.
         come_backward: Called before the backward of a block is run or passed.
         leave_backward: Called when the walk goes on from a block; the number of blocks stands for the part
@@ -59,7 +60,7 @@ class Visits:
     begin_forward: Callable[[], None] = _nothing
     come_forward: Callable[[int], None] = _nothing
     leave_forward: Callable[[int], None] = _nothing
-    end_forward: Callable[[], None] = _nothing
+    end_forward: Callable[[bool], None] = _nothing
     begin_backward: Callable[[], None] = _nothing
     come_backward: Callable[[int], None] = _nothing
     leave_backward: Callable[[int], None] = _nothing
@@ -229,7 +230,9 @@ class BlockOrder:
     def _after_model(self, module: nn.Module, arguments: Any, output: Any) -> None:
         if not in_backward():
             self._walk(self._end - 1)
-            self._visits.end_forward()
+            has_graph = _may_have_graph(output)
+            self._is_open = has_graph
+            self._visits.end_forward(has_graph)
             _before_backward_of(output, lambda gradient: self._begin_backward())
 
     def _leave_model(self, module: nn.Module, arguments: Any, output: Any) -> None:
@@ -269,6 +272,12 @@ def _before_backward_of(output: Any, hook: Callable[[torch.Tensor], None]) -> No
     graded = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
     if graded:
         register_multi_grad_hook(graded, hook, mode="any")
+
+
+def _may_have_graph(output: Any) -> bool:
+    """Return whether a backward may begin at the output; not if all its tensors are without gradients."""
+    tensors = list(tensors_in(output))
+    return torch.is_grad_enabled() and (not tensors or any(each.requires_grad for each in tensors))
 
 
 def in_backward() -> bool:

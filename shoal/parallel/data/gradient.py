@@ -6,6 +6,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 
 import torch
@@ -39,6 +40,9 @@ class GradientReduction:
             memory is free early. It must be False if ranks that reduce together also synchronise within a
             backward: a rank that waits for a bucket which another starts only at the end would never reach
             that point.
+
+    Attributes:
+        makes_graph: Whether the last backward made a graph of itself (`create_graph=True`).
     """
 
     def __init__(
@@ -59,13 +63,13 @@ class GradientReduction:
         self._before_end = before_end
         self._on_end = on_end
         self._backward = NO_BACKWARD
+        self.makes_graph = False
         self._early: list[int] | None = None
         self._complete_here: dict[int, bool]
         self._missing: list[int]
         self._reset()
         for position, gradient_sum in enumerate(self._sums):
-            for index, parameter in enumerate(gradient_sum.bucket.parameters):
-                parameter.register_post_accumulate_grad_hook(self._hook(position, index))
+            gradient_sum.hold_hooks(partial(self._hook, position))
 
     def exchanges(self) -> dict[str, CompressedBucket]:
         """Return the exchange of each bucket, by the bucket's name."""
@@ -98,6 +102,11 @@ class GradientReduction:
             self._finish_sum(gradient_sum)
         self._on_end()
 
+    def call_hooks(self) -> None:
+        """Call users' hooks on the parameters with a new gradient, after the last backward of a step."""
+        for gradient_sum in self._sums:
+            gradient_sum.call_hooks()
+
     def clear(self) -> None:
         """Forget all gradients of backwards that were not reduced."""
         for gradient_sum in self._sums:
@@ -120,6 +129,7 @@ class GradientReduction:
                     "zero_grad() of the parallel model first"
                 )
             self._backward = current
+            self.makes_graph = torch.is_grad_enabled()
             Variable._execution_engine.queue_callback(self._end_backward)
 
     def reduce_complete(self) -> None:
@@ -169,6 +179,10 @@ class GradientReduction:
 
     def _take(self, position: int, index: int) -> None:
         self.begin()
+        with torch.no_grad():
+            self._add(position, index)
+
+    def _add(self, position: int, index: int) -> None:
         bucket = self._sums[position].bucket
         if self._is_started[position]:
             raise TrainingError(
@@ -181,6 +195,7 @@ class GradientReduction:
         if self._missing[position] == 0 and not self._paused:
             self._on_complete(self)
 
+    @torch.no_grad()
     def _end_backward(self) -> None:
         self._before_end()
         for gradient_sum in self._sums:

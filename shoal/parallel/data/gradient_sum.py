@@ -7,7 +7,9 @@ in place.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Final, NamedTuple
 
 import torch
@@ -15,6 +17,7 @@ import torch
 from shoal.parallel.communication import Axis, Pending, Then, new_buffer
 from shoal.parallel.data.bucket import Bucket
 from shoal.parallel.data.compressed_bucket import CompressedBucket
+from shoal.parallel.data.gradient_hooks import GradientHooks
 from shoal.parallel.place import on_device
 
 __all__ = ["GradientSum", "batch_bytes"]
@@ -69,7 +72,53 @@ class GradientSum:
         self._replicated: torch.Tensor | None = None
         self._is_over_replicas = False
         self._pending: Pending | None = None
+        self._hooks: list[GradientHooks] = []
+        self._set_aside: dict[int, torch.Tensor | None] = {}  # gradients that hooks got before, by parameter
+        self._given: set[int] = set()  # parameters that got a gradient since hooks were called
         self.exchange = CompressedBucket(bucket)
+
+    def hold_hooks(self, accumulated: Callable[[int], Callable[[torch.Tensor], None]]) -> None:
+        """Keep autograd from calling users' hooks on the parameters; see `call_hooks`.
+
+        Args:
+            accumulated: Returns, for a parameter's index, what autograd calls after it has added to the
+                gradient.
+        """
+        # A parameter's hook must not hold this object, which holds the parameter: see `GradientReduction`.
+        reference = weakref.ref(self)
+
+        def set_aside(index: int) -> None:
+            gradient_sum = reference()
+            if gradient_sum is not None:
+                gradient_sum.set_aside(index)
+
+        self._hooks = [
+            GradientHooks(owned, computing, partial(set_aside, index), accumulated(index))
+            for index, (owned, computing) in enumerate(
+                zip(self.bucket.owned, self.bucket.parameters, strict=True)
+            )
+        ]
+
+    def set_aside(self, index: int) -> None:
+        """Keep what earlier steps left at a parameter apart from a new gradient that hooks may change."""
+        if index not in self._set_aside:
+            gradient = self.bucket.owned[index].gradient
+            self._set_aside[index] = None if gradient is None else gradient.clone()
+            self.bucket.owned[index].give(None)
+
+    def call_hooks(self) -> None:
+        """Call users' hooks on the parameters with a new gradient, after the last backward of a step."""
+        given, self._given = self._given, set()
+        set_aside, self._set_aside = self._set_aside, {}
+        for index, hooks in enumerate(self._hooks):
+            owned, earlier = self.bucket.owned[index], set_aside.get(index)
+            is_new = index in given or (
+                index in set_aside and owned.gradient is not None
+            )  # of a penalty alone
+            if is_new:
+                hooks.call(earlier)
+            elif earlier is not None:
+                owned.give(earlier)
 
     def add(self, index: int, factor: float = 1.0) -> None:
         """Move the gradient that autograd left at parameter `index` into the sum.
@@ -82,6 +131,8 @@ class GradientSum:
             self._begin()
         gradient = self.bucket.parameters[index].grad
         assert gradient is not None
+        if gradient.requires_grad:  # the backward makes a graph
+            gradient = gradient.detach()
         is_added = self._held[index] and gradient.dtype != self._views[index].dtype
         arrived = _Arrived(index, gradient, is_added, factor)
         self._held[index] = True
@@ -137,6 +188,8 @@ class GradientSum:
         self._missing = []
         unscaled = []
         for index, view in enumerate(self._views):
+            if not self._held[index] and self._may_change(index):
+                self.set_aside(index)
             # A whole bucket's view may hold the average of an earlier backward, to which this one is added.
             if not self._held[index] and self.bucket.parameters[index].grad is not view:
                 self._missing.append(index)
@@ -202,7 +255,12 @@ class GradientSum:
         self._scaled = [False] * len(self._scaled)
         self._waiting = []
         self._carried = []
+        self._set_aside = {}
+        self._given = set()
         self._detach()
+
+    def _may_change(self, index: int) -> bool:
+        return bool(self._hooks) and self._hooks[index].may_change_gradient
 
     def give(self) -> None:
         """Wait for the sum, and make this rank's part the gradients of its owned parameters."""
@@ -233,6 +291,9 @@ class GradientSum:
     def _begin(self) -> None:
         layout, owned = self.bucket.layout, self.bucket.owned
         if not self.bucket.whole:
+            for index in range(len(owned)):
+                if self._may_change(index):
+                    self.set_aside(index)
             # They are None after zero_grad(); otherwise the caller wants this sum added to them, as autograd
             # does.
             self._carried = [each.gradient for each in owned]
@@ -297,6 +358,7 @@ class GradientSum:
                 absent = {number for number in self._missing if counts[number] == 0}
         for number, part in enumerate(parts):
             if number not in absent and self.bucket.owned[number].parameter.requires_grad:
+                self._given.add(number)
                 yield number, part
             elif not self.bucket.whole and self._carried[number] is not None:
                 self.bucket.owned[number].give(self._with_carried(number, torch.zeros_like(part)))

@@ -15,6 +15,7 @@ import torch
 from torch.autograd import Variable
 
 from shoal.parallel.data.block_order import NO_BACKWARD
+from shoal.parallel.data.gradient_hooks import GradientHooks
 from shoal.parallel.data.strategy import Setup, Strategy
 from shoal.parallel.owned import Frozen, Owned
 
@@ -35,13 +36,20 @@ class _Naive(Strategy):
         self._named = [named for named in setup.model.named_parameters() if named[1].requires_grad]
         self._paused = False
         self._backward = NO_BACKWARD
+        after: list[Callable[[torch.Tensor], None]] = []
         for name, parameter in self._named:
             first = torch.empty(parameter.shape, device=parameter.device)
             setup.first_values.fill(name, first)
             parameter.data = first
             # A hook that held this object would hold the parameter too, unseen by the garbage collector.
             ready: weakref.WeakMethod[Callable[[torch.Tensor], None]] = weakref.WeakMethod(self._ready)
-            parameter.register_post_accumulate_grad_hook(partial(_call, ready))
+            after.append(partial(_call, ready))
+        self._is_stage = setup.entry is not None
+        self._averaged: list[str] = []
+        self._hooks = {
+            owned.name: GradientHooks(owned, owned.parameter, lambda: None, each)
+            for owned, each in zip(self.owned, after, strict=True)
+        }
 
     @property
     def owned(self) -> Sequence[Owned]:
@@ -92,6 +100,12 @@ class _Naive(Strategy):
         """See `Strategy.finish_reduction`."""
         self._average()
 
+    def call_hooks(self) -> None:
+        """See `Strategy.call_hooks`."""
+        averaged, self._averaged = self._averaged, []
+        for name in reversed(averaged):
+            self._hooks[name].call(None)
+
     def gathered(self) -> AbstractContextManager[None]:
         """See `Strategy.gathered`."""
         return nullcontext()
@@ -131,6 +145,9 @@ class _Naive(Strategy):
                 parameter.grad = torch.zeros_like(parameter)
             family.summed.all_reduce(parameter.grad, name).wait()
             parameter.grad.mul_(family.factor)
+            self._averaged.append(name)
+        if not self._is_stage:
+            self.call_hooks()
 
 
 def _call(method: weakref.WeakMethod[Callable[[torch.Tensor], None]], parameter: torch.Tensor) -> None:

@@ -54,6 +54,7 @@ class _ResidentWeights(Strategy):
         self._owned = [owned for bucket in buckets for owned in bucket.owned]
         self._frozen = setup.take_frozen()
         self.compressing = setup.compressing
+        self._is_stage = setup.entry is not None
         self._sums_stay = sums_stay
         self._update = WeightUpdate(setup.entry or setup.model, setup.model, setup.blocks, buckets[::-1])
         self._accumulating = False
@@ -121,6 +122,10 @@ class _ResidentWeights(Strategy):
         """See `Strategy.finish_reduction`."""
         self._reduction.finish()
 
+    def call_hooks(self) -> None:
+        """See `Strategy.call_hooks`."""
+        self._reduction.call_hooks()
+
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """See `Strategy.gathered`."""
@@ -150,6 +155,8 @@ class _ResidentWeights(Strategy):
         else:  # the optimizer step comes next
             self.note_step()
             self.changed()
+            if not self._is_stage:
+                self.call_hooks()
 
 
 def _may_wait(axes: Axes, *, sums_stay: bool) -> bool:

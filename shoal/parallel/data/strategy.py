@@ -247,6 +247,13 @@ class Strategy(ABC):
         """End the reductions that `start_reduction` began, as a backward would."""
 
     @abstractmethod
+    def call_hooks(self) -> None:
+        """Call users' hooks on parameters, once gradients are final.
+
+        The last backward of a step does it, except in a pipeline, whose stages may share parameters.
+        """
+
+    @abstractmethod
     def gathered(self) -> AbstractContextManager[None]:
         """Keep every parameter of the model whole and up to date while this context lasts."""
 

@@ -9,6 +9,9 @@ stay; the root's parameters stay for the whole of both. Weights that another pip
 too, such as a tied embedding in a V schedule, stay from one forward of their own stage to the next: the other
 stage finds them there and gathers nothing.
 
+A backward that makes a graph of itself (`create_graph=True`) keeps all weights, for the backward that goes
+through this graph, until the optimizer's step or the next forward after that.
+
 All ranks gather every block and reduce its gradients at the same places, even a rank that leaves the block
 out or lacks gradients of some of its parameters (`block_order.py`).
 """
@@ -51,6 +54,7 @@ class _ShardedWeights(Strategy):
     def __init__(self, setup: Setup, *, sums_stay: bool) -> None:
         self._sums_stay = sums_stay
         self.compressing = setup.compressing
+        self._is_stage = setup.entry is not None
         self._storage = setup.storage
         # The positions of buckets whose gradients are reduced, by block; the last are the root's.
         self._positions: list[list[int]] = [[] for _ in range(len(setup.blocks) + 1)]
@@ -75,6 +79,8 @@ class _ShardedWeights(Strategy):
         self._accumulating = False
         self._on_hold = False
         self._is_walking_back = False
+        self._keeps_all = False  # a backward made a graph: a later backward goes through it, with all weights
+        self._has_kept = False  # such a later backward has ended
         visits = Visits(
             begin_forward=self._begin_forward,
             come_forward=self._come_forward,
@@ -155,6 +161,10 @@ class _ShardedWeights(Strategy):
         """See `Strategy.finish_reduction`."""
         self._reduction.finish()
 
+    def call_hooks(self) -> None:
+        """See `Strategy.call_hooks`."""
+        self._reduction.call_hooks()
+
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """See `Strategy.gathered`."""
@@ -170,18 +180,24 @@ class _ShardedWeights(Strategy):
     def clear(self) -> None:
         """See `Strategy.clear`."""
         self._is_walking_back = False
+        self._keeps_all = self._has_kept = False
         self._order.clear()
         self._reduction.clear()
         self._read.clear()
 
     def changed(self) -> None:
         """See `Strategy.changed`. Weights are gathered anew in every forward."""
+        self._end_keeping()
         self._drop_all()
 
     # -- visits, in the order in which a step makes them --------------------------------------------
 
     def _begin_forward(self) -> None:
+        self._end_keeping()
         self._drop_all()  # as in `gathered`
+        if self._keeps_all:
+            for bucket in self._buckets:
+                bucket.start_gather()
         self._start(self._root)
         if self._blocks:
             self._start(self._blocks[0])
@@ -197,13 +213,14 @@ class _ShardedWeights(Strategy):
             for bucket in self._blocks[block]:
                 self._drop(bucket)
 
-    def _end_forward(self) -> None:
-        if not torch.is_grad_enabled():
+    def _end_forward(self, has_graph: bool) -> None:
+        if not has_graph:
             self._drop_own()
 
     def _begin_backward(self) -> None:
         self._is_walking_back = True
         self._reduction.begin()
+        self._keeps_all |= self._reduction.makes_graph
         self._gather(self._root)  # another forward or backward may have freed it
         for block in sorted(self._read):
             self._gather(self._blocks[block])
@@ -214,7 +231,7 @@ class _ShardedWeights(Strategy):
             self._start(self._blocks[block - 1])
 
     def _settle(self, block: int) -> None:
-        if block in self._read:
+        if block in self._read or self._keeps_all:
             return  # it is not known when its gradients are complete, so the end of backward reduces them
         if block < len(self._blocks):
             self._reduction.reduce(self._positions[block])
@@ -235,6 +252,7 @@ class _ShardedWeights(Strategy):
         # If sums do not stay, a paused backward is the first of two halves, and the second one reduces.
         has_ended = not self._reduction.is_paused or (self._sums_stay and self._is_walking_back)
         self._is_walking_back = False
+        self._has_kept |= not self._reduction.makes_graph
         if has_ended:
             self._read.clear()
             self._drop_own()
@@ -242,6 +260,8 @@ class _ShardedWeights(Strategy):
             self._storage.settle()
         if not (self._accumulating or self._reduction.is_paused):
             self.note_step()
+            if not self._is_stage:
+                self.call_hooks()
 
     # -- what the visits do -------------------------------------------------------------------------
 
@@ -257,8 +277,12 @@ class _ShardedWeights(Strategy):
             bucket.finish_gather()
 
     def _drop(self, bucket: Bucket) -> None:
-        if not self._held_open and not bucket.dropped:
+        if not (self._held_open or self._keeps_all or bucket.dropped):
             bucket.drop_weights()
+
+    def _end_keeping(self) -> None:
+        if self._has_kept:
+            self._keeps_all = self._has_kept = False
 
     def _drop_own(self) -> None:
         self._pinned.clear()

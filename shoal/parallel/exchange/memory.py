@@ -67,10 +67,11 @@ class ErrorMemory:
         """
         if not self._feedback:
             return
-        is_finite = vector.sum().isfinite()
         if self.left is None:
             self.left = torch.zeros_like(vector)
+        # In fp32 the sum of large numbers may overflow.
         if vector.device.type != "cpu":  # the host does not wait for the device
+            is_finite = vector.sum(dtype=torch.float64).isfinite()
             self.left = torch.where(is_finite, rest, self.left)
-        elif is_finite:
+        elif vector.sum().isfinite() or vector.isfinite().all():
             self.left = rest

@@ -10,7 +10,7 @@ P (d - 1) / d^2 after it, each in one all-to-all, and needs memory for 2 P / d e
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
@@ -48,17 +48,13 @@ class Owners:
             self._owner[each.name] = least
         self._absent = torch.full((), torch.nan, device=shared[0].local.device)
         self.wholes = [nn.Parameter(self._absent.expand(each.shape)) for each in shared]
-        self._taking_part: list[tuple[Owned, nn.Parameter]] = []
 
     def is_mine(self, owned: Owned) -> bool:
         """Return whether this rank is the owner."""
         return self._owner.get(owned.name) == self._axis.index
 
     def collect(self) -> None:
-        """Fill the `wholes` that this rank owns with values and gradients, if they have a gradient."""
-        self._taking_part = [
-            pair for pair in zip(self.shared, self.wholes, strict=True) if pair[0].gradient is not None
-        ]
+        """Fill the `wholes` that this rank owns with values, and with gradients if they have one."""
         sent = [
             part.reshape(-1)
             for rank in range(self._axis.size)
@@ -69,15 +65,15 @@ class Owners:
         mine = self._owned_by(self._axis.index)
         for owned, whole in mine:
             whole.data = owned.local.new_empty(owned.shape)
-            whole.grad = owned.local.new_empty(owned.shape)
+            whole.grad = None if owned.gradient is None else owned.local.new_empty(owned.shape)
         into = [
-            part
+            self._rows(owned, part, rank)
             for rank in range(self._axis.size)
             for owned, whole in mine
-            for part in (self._rows(owned, whole.grad, rank), self._rows(owned, whole.data, rank))
+            for part in (whole.grad, whole.data)
+            if part is not None
         ]
-        here = [2 * elements for elements in self._elements_here()]
-        there = [2 * elements for elements in self._elements_there()]
+        here, there = self._elements_here(_tensors), self._elements_there(_tensors)
         self._send(sent, here, into, there, "whole parameters")
 
     def give_back(self) -> None:
@@ -95,8 +91,9 @@ class Owners:
             whole.data = self._absent.expand(owned.shape)
 
     def _owned_by(self, rank: int) -> list[tuple[Owned, nn.Parameter]]:
-        """Return the parameters that take part in the step and have this owner."""
-        return [pair for pair in self._taking_part if self._owner[pair[0].name] == rank]
+        """Return the parameters that have this owner."""
+        pairs = zip(self.shared, self.wholes, strict=True)
+        return [pair for pair in pairs if self._owner[pair[0].name] == rank]
 
     def _send(
         self,
@@ -115,21 +112,29 @@ class Owners:
         for target, values in zip(into, came, strict=True):
             target.copy_(values.view(target.shape))
 
-    def _rows(self, owned: Owned, whole: torch.Tensor | None, rank: int) -> torch.Tensor:
-        assert whole is not None
+    def _rows(self, owned: Owned, whole: torch.Tensor, rank: int) -> torch.Tensor:
         rows = part_of_rows(owned.shape[0], self._axis.size, rank)
         return whole[rows.start : rows.stop]
 
-    def _elements_here(self) -> list[int]:
-        """For each rank, return the number of elements here of parameters that it owns."""
+    def _elements_here(self, tensors: Callable[[Owned], int] = lambda owned: 1) -> list[int]:
+        """For each rank, return the elements here of `tensors(owned)` tensors of each that it owns."""
         return [
-            sum(owned.local.numel() for owned, _ in self._owned_by(rank)) for rank in range(self._axis.size)
+            sum(tensors(owned) * owned.local.numel() for owned, _ in self._owned_by(rank))
+            for rank in range(self._axis.size)
         ]
 
-    def _elements_there(self) -> list[int]:
-        """For each rank, return the number of its elements of parameters that this rank owns."""
+    def _elements_there(self, tensors: Callable[[Owned], int] = lambda owned: 1) -> list[int]:
+        """For each rank, return its elements of `tensors(owned)` tensors of each that this rank owns."""
         size, mine = self._axis.size, self._owned_by(self._axis.index)
         return [
-            sum(len(part_of_rows(each.shape[0], size, rank)) * math.prod(each.shape[1:]) for each, _ in mine)
+            sum(
+                tensors(each) * len(part_of_rows(each.shape[0], size, rank)) * math.prod(each.shape[1:])
+                for each, _ in mine
+            )
             for rank in range(size)
         ]
+
+
+def _tensors(owned: Owned) -> int:
+    """Return how many tensors of a parameter are collected: its value, and its gradient if it has one."""
+    return 1 if owned.gradient is None else 2

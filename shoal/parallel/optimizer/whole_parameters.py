@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, final
 
@@ -87,12 +88,35 @@ class WholeParameters(Composed):
         for each in self._owned:
             if not _is_shared(each):
                 self._whole_of[each.parameter].grad = each.gradient
-        self._optimizer.step()
+        with self._own_parameters():
+            self._optimizer.step()
         for owners in self._owners:
             owners.give_back()
         copy_settings(self._optimizer.param_groups, self.param_groups)
         self.show()
         return loss
+
+    @contextmanager
+    def _own_parameters(self) -> Iterator[None]:
+        """Leave the optimizer only the parameters whose step this rank makes.
+
+        Some optimizers step parameters without a gradient too.
+        """
+        groups = self._optimizer.param_groups
+        every = [group["params"] for group in groups]
+        others = {
+            whole
+            for owners in self._owners
+            for owned, whole in zip(owners.shared, owners.wholes, strict=True)
+            if not owners.is_mine(owned)
+        }
+        for group in groups:
+            group["params"] = [each for each in group["params"] if each not in others]
+        try:
+            yield
+        finally:
+            for group, params in zip(groups, every, strict=True):
+                group["params"] = params
 
     def parts(self, owned: Sequence[Owned]) -> Sequence[OptimizerPart]:
         """See `Composed.parts`: all of each parameter whose step this rank makes."""

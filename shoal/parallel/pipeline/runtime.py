@@ -198,6 +198,8 @@ class Pipeline:
             strategy.finish_reduction()
         self._add_up_twins()
         self._messages = None
+        for here in self._stages.values():
+            here.strategy.call_hooks()
         return total
 
     def forward(self, inputs: Any) -> Any:
