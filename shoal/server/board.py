@@ -116,24 +116,18 @@ class Board:
         self._contents: dict[int, tuple[Any, ...]] = {}  # of idle workers: their last round
 
     def join(self) -> Ticket:
-        """Make a new worker a member, and give it its first shares.
-
-        If all shares are handed out, wait: one may be given back. The Ticket is empty once all are finished.
-        """
+        """Make a new worker a member, with its first shares; if none is left, wait for one that comes back."""
         with self._changed:
-            state = self._state
-            worker = state.joined
+            state, worker = self._state, self._state.joined
             state.joined += 1
             clock = min((each.clock for each in state.members.values()), default=0)
             member = _Member(clock, state.round, self._hand_out(), self._guard.mode.in_rounds)
-            if member.shares:
-                state.members[worker] = member
-                self._note()
-                leads = worker == min(state.members)
-            else:
-                state.idle[worker] = member
+            (state.members if member.shares else state.idle)[worker] = member
+            leads, is_late = worker == min(state.members, default=worker), not member.shares
+            if is_late:
                 self._wake_idle()
-                self._note()
+            self._note()
+            if is_late:
                 self._wait(lambda: worker not in state.idle)
                 leads = state.answers[worker][1].leads
             return Ticket(worker, clock, tuple(member.shares), self._finished, leads, self._guard.mode)
