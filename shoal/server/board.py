@@ -116,7 +116,7 @@ class Board:
         self._contents: dict[int, tuple[Any, ...]] = {}  # of idle workers: their last round
 
     def join(self) -> Ticket:
-        """Make a new worker a member, with its first shares; if none is left, wait for one that comes back."""
+        """Make a new worker a member, with its first shares; if none is left, wait for one given back."""
         with self._changed:
             state, worker = self._state, self._state.joined
             state.joined += 1
