@@ -116,7 +116,8 @@ def use_no_cache(model: Any) -> None:
 
 def query_heads(model: Any) -> int:
     """Return the number of query heads of each attention layer."""
-    heads: int = model.config.num_attention_heads
+    config = model.config
+    heads: int = getattr(config, "get_text_config", lambda: config)().num_attention_heads
     return heads
 
 
