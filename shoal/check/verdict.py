@@ -233,7 +233,7 @@ def _deviations(
     scales = scales_of(reference)
     deviations = []
     for name, value in reference.items():
-        values = [math.inf]
+        values = [math.inf if value.numel() else 0.0]
         if held.get(name):
             values = [vector_deviation(held[name][0].values, value, scales[name])]
             for copy in held[name][1:]:

@@ -142,6 +142,7 @@ _KIND: Mapping[str, Mapping[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "ministral": {"head_dim": HEAD_DIM},
+    "mobilebert": {"embedding_size": HIDDEN // 2},
     "nemotron": {"num_key_value_heads": KV_HEADS},
     "neomme": {"head_dim": 16},
     "qwen4_exp_text": {

@@ -86,6 +86,8 @@ def test_another_evaluation_is_found_though_training_is_the_same(ranks):
         (Kind("gpt2", False), "pp"),
         (Kind("bert", True), "zero3"),
         (Kind("qwen3", False), "tp sequence"),
+        (Kind("ernie4_5_moe", False), "tp plain"),  # shared experts get all tokens in a row
+        (Kind("hy_v3", False), "tp sequence"),
     ],
 )
 def test_a_small_model_of_a_kind_trains_as_on_one_device(ranks, kind, cell):
