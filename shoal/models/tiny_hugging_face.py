@@ -33,7 +33,7 @@ _SIZES: tuple[tuple[int, str], ...] = (
         "attention_hidden_size cross_attention_hidden_size lru_width pooler_hidden_size input_embedding_size "
         "output_embedding_size true_hidden_size intra_bottleneck_size pronunciation_embed_dim "
         "shape_embed_dim d_latents backbone_hidden_size entity_emb_size ple_embed_dim prediction_head_size "
-        "projection_dim embed_dim out_hidden_size mm_embed_dim hidden_size_global",
+        "projection_dim embed_dim adapter_in_dim out_hidden_size mm_embed_dim hidden_size_global",
     ),
     (
         HEADS,

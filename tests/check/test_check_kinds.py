@@ -95,6 +95,12 @@ def test_a_small_model_of_a_kind_trains_as_on_one_device(ranks, kind, cell):
     assert line["verdict"] == "equal", line
 
 
+def test_a_window_of_the_language_model_in_a_model_of_images_counts_under_cp(ranks):
+    line = ranks.run(verdict_of, 2, Kind("gemma3", False), "cp ring", CELLS["cp ring"])[0]
+    assert line["verdict"] == "refused"
+    assert "attention has a window of 8 tokens" in line["words"]
+
+
 def test_the_reference_has_the_routers_balance_loss_of_hugging_face():
     options = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     trial = Trial(model="hf:mixtral", model_options=options, steps=1, batch=4, sequence=8)
