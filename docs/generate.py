@@ -24,6 +24,7 @@ from typing import Any, get_args
 from choosing import CHOOSING
 from cost_tables import device_rows, goodput_rows, link_rows, slowest_rows
 from drawn.schedules import played
+from kinds import counted, kind_rows, reason_rows
 from named import attributes, field_rows, name_rows
 from pydantic import BaseModel
 from sent import SENT, bytes_sent
@@ -86,6 +87,9 @@ def _part(name: str) -> str:
         **{f"fields of {each.__name__}": partial(_fields, each) for each in _DESCRIBED},
         "status of the GPU run": _gpu_status,
         "goodput of many": lambda: _table(*goodput_rows()),
+        "kinds and reasons": lambda: _table(*reason_rows()),
+        "kinds counted": counted,
+        "kinds under Plans": lambda: _table(*kind_rows()),
         "layers": _layers,
         "options of a group": _options,
         "plan": _plan,

@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 from torch import nn
 
 from shoal.check.forward_recorder import ForwardRecorder
+from shoal.check.samples import RandomTokens
 from shoal.check.trace import RankTrace, Trace
-from shoal.check.trial import OPTIMIZER, RandomTokens, Trial
+from shoal.check.trial import OPTIMIZER, Trial
+from shoal.models import batch_normalizations
 from shoal.parallel import Axis, Owned, Parallel
 from shoal.parallel.pipeline.stage_layout import parts_by_piece, stages_of
 from shoal.plan import Plan
@@ -81,6 +83,7 @@ class RankStep:
         samples: The samples that this rank trained on, in order.
         gradients: The parts of the gradients that it owns, before clipping.
         parameters: The parts of the parameters that it owns, after the step.
+        evaluation: Loss of the first batch in evaluation, after the step; None if it is not comparable.
     """
 
     loss: float
@@ -88,6 +91,7 @@ class RankStep:
     samples: list[int]
     gradients: list[Fragment]
     parameters: list[Fragment]
+    evaluation: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +116,10 @@ def train_under(trial: Trial, plan: Plan, device: torch.device) -> list[RankStep
         PlanError: The Plan does not fit the ranks, the batch or the model.
         TrainingError: A loss or a norm is not finite.
     """
-    with _distributed(trial, plan, device, trial.build_for_layout(device)) as (trainer, samples):
-        return _steps(trainer, trial.batch, samples.asked)
+    model = trial.build_for_layout(device)
+    held_out = None if batch_normalizations(model) else trial.samples(model)
+    with _distributed(trial, plan, device, model) as (trainer, samples):
+        return _steps(trainer, trial.batch, samples.asked, held_out)
 
 
 def trace_under(trial: Trial, plan: Plan, device: torch.device) -> RankTrace:
@@ -176,7 +182,9 @@ def _distributed(
             trainer.close()
 
 
-def _steps(trainer: Trainer, batch: int, asked: Sequence[Sequence[int]]) -> list[RankStep]:
+def _steps(
+    trainer: Trainer, batch: int, asked: Sequence[Sequence[int]], held_out: RandomTokens | None
+) -> list[RankStep]:
     """Run all steps; each adds to `asked` the micro-batches that this rank trains on."""
     parallel = trainer.parallel
     gradients: list[torch.Tensor] = []
@@ -201,6 +209,7 @@ def _steps(trainer: Trainer, batch: int, asked: Sequence[Sequence[int]]) -> list
                     for owned, gradient in zip(parallel.owned, gradients, strict=True)
                 ],
                 parameters=[fragment_of(owned, owned.local) for owned in parallel.owned],
+                evaluation=None if held_out is None else trainer.validate(held_out, batch),
             )
         )
     return steps

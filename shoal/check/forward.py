@@ -158,7 +158,9 @@ def _parts(
     ranks: Sequence[RankTrace],
     rows: dict[int, int],
 ) -> Iterator[_Part]:
-    """Yield the parts that can be compared at a place."""
+    """Yield the parts that can be compared at a place, none if its output is not one of each token."""
+    if wanted.values.shape[:2] != (len(rows), len(ranks[0].held) * len(mesh.group(0, "cp"))):
+        return
     tp = len(mesh.group(0, "tp"))
     for rank, trace in enumerate(ranks):
         note = joined(trace.forwards, place)

@@ -6,9 +6,11 @@ type that computes, whose gradients are summed in the type of the optimizer.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,8 +20,16 @@ from torch import nn
 from shoal.check.task_trial import AnyTrial, TaskTrial
 from shoal.check.trace import Forward, Trace
 from shoal.check.trial import CLIP, OPTIMIZER, Trial
-from shoal.models import SingleDevice, cast_module, logits_of, map_tensors, set_auxiliary_scale
+from shoal.models import (
+    SingleDevice,
+    batch_normalizations,
+    cast_module,
+    logits_of,
+    map_tensors,
+    set_auxiliary_scale,
+)
 from shoal.models.dropout import token_keys
+from shoal.models.loss import IGNORED
 from shoal.train.learning_rate import learning_rate
 
 __all__ = ["Reference", "Step", "Sums", "Tensors", "forward_of", "gradients_of"]
@@ -38,12 +48,14 @@ class Step:
         norm: Norm of the whole gradient, before clipping.
         gradients: Gradients by the parameter's name, before clipping; on the CPU.
         parameters: Parameters by name, after the step; on the CPU.
+        evaluation: Mean loss of the first batch in evaluation, after the step; None if it is not comparable.
     """
 
     losses: torch.Tensor
     norm: float
     gradients: Tensors
     parameters: Tensors
+    evaluation: float | None = None
 
     @property
     def loss(self) -> float:
@@ -80,8 +92,8 @@ class Reference:
     def __init__(self, trial: AnyTrial, sums: Sums, device: torch.device) -> None:
         self._trial = trial
         self._sums = sums
-        self._model = trial.build_with_values(device)
-        self._trained = {
+        self._model: Any = trial.build_with_values(device)
+        self._trained: dict[str, nn.Parameter] = {
             name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad
         }
         self._masters = {
@@ -89,11 +101,21 @@ class Reference:
             for name, parameter in self._trained.items()
         }
         cast_module(self._model, sums.compute)
-        losses = _TaskLosses if isinstance(trial, TaskTrial) else _TokenLosses
-        self._losses: Callable[[Sequence[int]], torch.Tensor] = losses(trial, self._model, sums, device)  # type: ignore[arg-type]
+        choose_experts = getattr(self._model, "set_experts_implementation", None)
+        if sums.compute == torch.float64 and callable(choose_experts):
+            choose_experts("eager")  # grouped matrix products take no fp64
+        self._losses: _TaskLosses | _TokenLosses
+        if isinstance(trial, TaskTrial):
+            self._losses = _TaskLosses(trial, self._model, sums, device)
+        else:
+            self._losses = _TokenLosses(trial, self._model, device)
 
     def run(self) -> list[Step]:
         """Run all steps from the first values, and return their results."""
+        with _default_type(torch.promote_types(self._sums.compute, torch.float32)):
+            return self._run()
+
+    def _run(self) -> list[Step]:
         trial = self._trial
         masters = self._masters
         optimizer = torch.optim.AdamW(
@@ -118,8 +140,27 @@ class Reference:
             optimizer.step()
             optimizer.zero_grad()
             parameters = {name: master.detach().cpu().clone() for name, master in masters.items()}
-            steps.append(Step(losses, norm, gradients, parameters))
+            steps.append(Step(losses, norm, gradients, parameters, self._evaluation(number)))
         return steps
+
+    def _evaluation(self, number: int) -> float | None:
+        """Return the mean loss in evaluation after step `number`; None if statistics of batches are used."""
+        if batch_normalizations(self._model):
+            return None
+        self._give_weights()
+        trial, size = self._trial, self._sums.microbatch
+        held_out = trial.batch_of(number) if isinstance(trial, TaskTrial) else list(range(trial.batch))
+        self._model.eval()
+        with torch.no_grad():
+            parts = [held_out[start : start + size] for start in range(0, len(held_out), size)]
+            total = sum(float(self._losses(part).double().sum()) for part in parts)
+        self._model.train()
+        return total / self._losses.count(held_out)
+
+    def _give_weights(self) -> None:
+        with torch.no_grad():
+            for name, master in self._masters.items():
+                self._trained[name].copy_(master)
 
     def backward(self, indices: Sequence[int]) -> torch.Tensor:
         """Compute the gradient of the mean loss over these samples, and store it at the masters.
@@ -128,20 +169,18 @@ class Reference:
             The losses of these samples, as in `Step`.
         """
         sums = self._sums
-        with torch.no_grad():
-            for name, master in self._masters.items():
-                self._trained[name].copy_(master)
+        self._give_weights()
         moved = [*indices[sums.rotated :], *indices[: sums.rotated]]
         micro = [moved[start : start + sums.microbatch] for start in range(0, len(moved), sums.microbatch)]
-        told = []
+        told, count = [], self._losses.count(moved)
         for chosen in micro:
-            share = len(chosen) / len(moved)
-            set_auxiliary_scale(self._model, share)
+            set_auxiliary_scale(self._model, len(chosen) / len(moved))
             losses = self._losses(chosen)
-            (losses.mean() * share).backward()
+            (losses.sum() / count).backward()
             self._take_gradients()
             told.append(losses.detach().double().cpu())
-        return torch.cat(told).roll(sums.rotated, 0)
+        every = torch.cat(told).roll(sums.rotated, 0)
+        return every * (every.numel() / count)
 
     def _take_gradients(self) -> None:
         """Add the model's gradients to the masters' gradients."""
@@ -164,31 +203,68 @@ class Reference:
 
 
 class _TokenLosses:
-    """Computes the losses of the tokens, `[batch, seq]`, from samples of a Trial."""
+    """Computes the losses of the tokens, `[batch, seq]`, from samples of a Trial; 0 without a target."""
 
-    def __init__(self, trial: Trial, model: nn.Module, sums: Sums, device: torch.device) -> None:
-        self._seed = trial.seed
+    def __init__(self, trial: Trial, model: nn.Module, device: torch.device) -> None:
+        self._trial = trial
         self._model = model
         self._device = device
         self._samples = trial.samples(model)
         dealt = itertools.chain.from_iterable(map(trial.batch_of, range(trial.steps)))
         self._places = {index: place for place, index in enumerate(dealt)}
 
+    def count(self, indices: Sequence[int]) -> int:
+        """Return how many tokens of these samples have a target."""
+        _, targets = self._samples.batch(np.array(indices))
+        return int((targets != IGNORED).sum())
+
     def __call__(self, chosen: Sequence[int]) -> torch.Tensor:
-        """Run a forward of these samples and return the losses."""
-        inputs, targets = (part.to(self._device) for part in self._samples.batch(np.array(chosen)))
+        """Run a forward of these samples, or of each of their documents, and return the losses."""
+        inputs, targets = self._samples.batch(np.array(chosen))
+        targets = targets.to(self._device)
+        if self._trial.boundaries:
+            return torch.stack([self._of_documents(*each) for each in zip(*inputs, targets, strict=True)])
         self._set_dropout(chosen, inputs.shape[1])
-        logits = logits_of(self._model(inputs))
+        return self._of(inputs.to(self._device), targets)
+
+    def _of_documents(
+        self, tokens: torch.Tensor, position_ids: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
+        """Run each document of a sample alone, and return the losses of all, `[seq]`."""
+        starts = [*(position_ids == 0).nonzero().flatten().tolist(), len(tokens)]
+        parts = [
+            self._of(tokens[None, start:end].to(self._device), targets[None, start:end])[0]
+            for start, end in itertools.pairwise(starts)
+        ]
+        return torch.cat(parts)
+
+    def _of(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        output = self._model(inputs)
+        logits = logits_of(output)
         wide = torch.promote_types(logits.dtype, torch.float32)
-        losses = F.cross_entropy(logits.flatten(0, -2).to(wide), targets.flatten(), reduction="none")
-        return losses.view(len(chosen), -1)
+        losses = F.cross_entropy(
+            logits.flatten(0, -2).to(wide), targets.flatten(), ignore_index=IGNORED, reduction="none"
+        )
+        auxiliary = getattr(output, "aux_loss", None)
+        if isinstance(auxiliary, torch.Tensor):
+            losses = losses + _auxiliary_weight(self._model) * auxiliary * (targets.flatten() != IGNORED)
+        return losses.view(targets.shape)
 
     def _set_dropout(self, chosen: Sequence[int], sequence: int) -> None:
         """Give a model that takes dropout keys the masks that these samples have under every layout."""
         if hasattr(self._model, "dropout_keys"):
             places = torch.tensor([self._places[index] for index in chosen], device=self._device)
             positions = torch.arange(sequence, device=self._device)
-            self._model.dropout_keys = token_keys(self._seed, 0, places, positions)
+            self._model.dropout_keys = token_keys(self._trial.seed, 0, places, positions)
+
+
+def _auxiliary_weight(model: Any) -> float:
+    """Return by how much Hugging Face's models multiply the balance loss of their routers."""
+    for holder in (model, model.config, model.config.get_text_config()):
+        for name in ("router_aux_loss_coef", "aux_loss_coef"):
+            if isinstance(getattr(holder, name, None), float):
+                return float(getattr(holder, name))
+    return 0.0
 
 
 class _TaskLosses:
@@ -199,10 +275,25 @@ class _TaskLosses:
         self._model = SingleDevice(model, sums.compute)
         self._device = device
 
+    def count(self, indices: Sequence[int]) -> int:
+        """Return the number of samples."""
+        return len(indices)
+
     def __call__(self, chosen: Sequence[int]) -> torch.Tensor:
         """Run a forward of these samples and return the losses."""
         part = map_tensors(lambda tensor: tensor.to(self._device), self._samples.rows(chosen))
         return self._samples.task.loss(self._model, part).expand(len(chosen))
+
+
+@contextlib.contextmanager
+def _default_type(dtype: torch.dtype) -> Iterator[None]:
+    """Give this type to the tensors that a model makes of numbers, such as the smallest one of its type."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def gradients_of(trial: AnyTrial, indices: Sequence[int], device: torch.device) -> Tensors:

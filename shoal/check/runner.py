@@ -61,7 +61,9 @@ class Comparison:
         ranks = _gathered(self._trained(plan))
         verdict = None if ranks is None else self._judged(plan, ranks)
         # This also keeps ranks together: the first rank's reference takes longer than a group waits to form.
-        if _told(verdict is not None and may_be_of_forward(verdict)) and isinstance(self._trial, Trial):
+        traced = isinstance(self._trial, Trial) and not self._trial.boundaries  # documents run one by one
+        if _told(verdict is not None and may_be_of_forward(verdict)) and traced:
+            assert isinstance(self._trial, Trial)
             traces = _gathered(trace_under(self._trial, plan, self._device))
             if traces is not None and verdict is not None:
                 reference = self._forward_reference(self._trial, plan.precision)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, final
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from shoal.check.trial import Trial, require_counts, without_dropout
 from shoal.errors import ConfigError, ModelError, PlanError
 from shoal.models import Task, batch_normalizations, build_or_task, map_tensors, sample_count
+from shoal.models.tiny_hugging_face import kind_of, kinds
 from shoal.parallel import require_layout, require_trainable
 from shoal.plan import Plan, SettledPlan
 
@@ -126,6 +127,8 @@ def trial_of(
     *,
     sizes: Mapping[str, int | None],
     default_batch: int,
+    masked: bool = False,
+    boundaries: bool = False,
     **numbers: int,
 ) -> AnyTrial:
     """Return the trial of a model that takes tokens, or of a Task.
@@ -135,16 +138,33 @@ def trial_of(
         options: Changes to the model.
         sizes: `batch` and `sequence` of `Trial`; None where they are not given.
         default_batch: Sequences in one step if `batch` is not given.
+        masked: Whether a kind of Hugging Face's models predicts masked tokens; if it does only that, it does.
+        boundaries: Whether samples are packed documents.
         numbers: `steps` and `seed` of `Trial`.
 
     Raises:
         ModelError: The Task's batch holds no samples.
         ConfigError: A size was given that the Task sets itself.
     """
-    made = build_or_task(model, overrides=options, device="cpu" if ":" in model else "meta")
+    kind = kind_of(model)
+    if kind is None and masked:
+        raise ConfigError(
+            f"masked tokens were asked for, and {model} is not a kind of Hugging Face's models",
+            possible="hf:KIND, such as hf:bert",
+            change="leave out --masked",
+        )
+    made = None if kind else build_or_task(model, overrides=options, device="cpu" if ":" in model else "meta")
     if not isinstance(made, Task):
         given = {name: size for name, size in sizes.items() if size is not None}
-        return Trial(model=model, model_options=options, **{"batch": default_batch, **given}, **numbers)
+        trial = Trial(model=model, model_options=options, **{"batch": default_batch, **given}, **numbers)  # type: ignore[arg-type]
+        masked = masked or (kind is not None and kinds().get(kind) == "masked")
+        return replace(trial, masked=masked, boundaries=boundaries)
+    if boundaries:
+        raise ConfigError(
+            f"packed documents were asked for, and {model} says itself what a batch is",
+            possible="models that take tokens",
+            change="leave out --boundaries",
+        )
     held = sample_count(made.batch(0))
     if not held:
         raise ModelError(

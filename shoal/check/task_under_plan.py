@@ -11,7 +11,7 @@ import torch
 from shoal.check.distributed import RankStep, fragment_of, gradient_of, groups_freed
 from shoal.check.task_trial import TaskSamples, TaskTrial
 from shoal.check.trial import CLIP, OPTIMIZER
-from shoal.models import map_tensors
+from shoal.models import batch_normalizations, map_tensors
 from shoal.parallel import Parallel, parallelize
 from shoal.parallel.micro_batches import run_one_by_one
 from shoal.plan import Plan, SettledPlan
@@ -40,7 +40,7 @@ def _steps(
 ) -> Iterator[RankStep]:
     groups = groups_by_decay(parallel.owned, OPTIMIZER.weight_decay)
     optimizer = torch.optim.AdamW(groups, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
-    data = parallel.axes.data
+    data, normalizes = parallel.axes.data, batch_normalizations(parallel.module)
     for number in range(trial.steps):
         rate = learning_rate(OPTIMIZER, step=number, steps=trial.steps, batch=trial.batch)
         for group in optimizer.param_groups:
@@ -58,7 +58,20 @@ def _steps(
         optimizer.step()
         optimizer.zero_grad()
         parameters = [fragment_of(owned, owned.local) for owned in parallel.owned]
-        yield RankStep(total.item() / data.size, norm, own, gradients, parameters)
+        evaluation = None if normalizes else _evaluated(samples, micro, parallel, device)
+        yield RankStep(total.item() / data.size, norm, own, gradients, parameters, evaluation)
+
+
+def _evaluated(
+    samples: TaskSamples, micro: Sequence[Sequence[int]], parallel: Parallel, device: torch.device
+) -> float:
+    """Return the mean loss of all ranks' micro-batches in evaluation."""
+    parallel.module.eval()
+    with torch.no_grad():
+        total = torch.stack([_loss(samples, chosen, parallel, device).float() for chosen in micro]).mean()
+    parallel.module.train()
+    parallel.axes.data.all_reduce(total, "validation").wait()
+    return total.item() / parallel.axes.data.size
 
 
 def _loss(

@@ -73,12 +73,14 @@ class Bounds:
         norm: Bound for the gradient's norm.
         gradients: Bound for each parameter's gradient.
         parameters: Bound for each parameter.
+        evaluation: Bound for the loss in evaluation.
     """
 
     loss: float
     norm: float
     gradients: dict[str, float]
     parameters: dict[str, float]
+    evaluation: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,11 @@ class Tolerance:
 
 def _bounds(step: Step, others: Sequence[Step]) -> Bounds:
     gradient_scales, parameter_scales = scales_of(step.gradients), scales_of(step.parameters)
+    evaluated = [(other.evaluation, step.evaluation) for other in others]
     return Bounds(
+        evaluation=bound_of(
+            relative(one, two) if one is not None and two is not None else 0.0 for one, two in evaluated
+        ),
         loss=bound_of(_loss_deviation(other, step) for other in others),
         norm=bound_of(relative(other.norm, step.norm) for other in others),
         gradients={

@@ -141,8 +141,8 @@ class Trace:
         if flat.shape[2] not in self._directions:
             generator = torch.Generator().manual_seed(flat.shape[2])
             drawn = torch.randn(flat.shape[2], generator=generator, dtype=torch.float64)
-            self._directions[flat.shape[2]] = drawn.to(wide)
-        return wide @ self._directions[flat.shape[2]]
+            self._directions[flat.shape[2]] = drawn.to(wide.device)
+        return wide @ self._directions[flat.shape[2]].to(wide.dtype)
 
 
 def joined(forwards: list[Forward], place: Place) -> Note | None:

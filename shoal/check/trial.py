@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
+from shoal.check.samples import RandomTokens, tokens_of
 from shoal.data.permutation import order
 from shoal.errors import ConfigError, ModelError
 from shoal.models import Transformer, batch_normalizations, build
-from shoal.parallel import require_layout, require_trainable
+from shoal.models.tiny_hugging_face import causal, kind_of, masked
+from shoal.parallel import require_documents, require_layout, require_trainable
 from shoal.plan import Plan, SettledPlan
 from shoal.train.config import OptimizerConfig
 
-__all__ = ["CLIP", "OPTIMIZER", "RandomTokens", "Trial", "require_counts", "without_dropout"]
+__all__ = ["CLIP", "OPTIMIZER", "Trial", "require_counts", "without_dropout"]
 
 CLIP = 1.0
 """Largest norm of the whole gradient."""
@@ -42,6 +43,8 @@ class Trial:
         batch: Sequences in one step, over all ranks.
         sequence: Tokens in a sequence.
         seed: Seed of the first weights, the tokens and their order.
+        masked: Whether the model predicts hidden tokens at their places, in place of each next token.
+        boundaries: Whether samples are packed documents, which must not see each other.
 
     Raises:
         ConfigError: A number is out of range.
@@ -53,6 +56,8 @@ class Trial:
     batch: int = 8
     sequence: int = 32
     seed: int = 0
+    masked: bool = False
+    boundaries: bool = False
 
     def __post_init__(self) -> None:
         require_counts(self, steps=1, batch=1, sequence=1, seed=0)
@@ -60,7 +65,8 @@ class Trial:
     @property
     def size(self) -> str:
         """Size of a step, in words."""
-        return f"{self.batch} sequences of {self.sequence} tokens"
+        packed = "packed " if self.boundaries else ""
+        return f"{self.batch} {packed}sequences of {self.sequence} tokens"
 
     def build(self, device: torch.device | str) -> nn.Module:
         """Return the model; a preset has no values if `device` is "meta".
@@ -72,7 +78,13 @@ class Trial:
             ModelError: There is no such model, or it has nothing to train.
         """
         torch.manual_seed(self.seed)
-        model = build(self.model, overrides=self.model_options, device=device)
+        kind = kind_of(self.model)
+        if kind is None:
+            model = build(self.model, overrides=self.model_options, device=device)
+        else:
+            model = (masked if self.masked else causal)(kind, **self.model_options).to(device)
+            if self.boundaries and hasattr(model.config, "output_router_logits"):
+                model.config.output_router_logits = False  # a balance over documents is no sum of theirs
         require_trainable(model)
         return without_dropout(model)
 
@@ -94,11 +106,21 @@ class Trial:
 
     def depends_on_micro_batches(self) -> bool:
         """Return whether the loss of a sample depends on the other samples of its micro-batch."""
-        return bool(self.statistics())
+        model = self.build("cpu" if ":" in self.model else "meta")
+        return bool(batch_normalizations(model)) or getattr(
+            getattr(model, "config", None), "output_router_logits", False
+        )
 
     def samples(self, model: nn.Module) -> RandomTokens:
         """Return one epoch of samples for the model, as many as all steps take."""
-        return RandomTokens(_vocabulary(model), self.batch * self.steps, self.sequence, self.seed)
+        return RandomTokens(
+            tokens_of(model),
+            self.batch * self.steps,
+            self.sequence,
+            self.seed,
+            masked=self.masked,
+            boundaries=self.boundaries,
+        )
 
     def batch_of(self, step: int) -> list[int]:
         """Return the samples of step number `step`, from 0, without the Loader, which may be wrong."""
@@ -116,7 +138,7 @@ class Trial:
             ModelError: The model cannot be built or trained, or its context is shorter than a sequence.
         """
         model = self.build("cpu" if ":" in self.model else "meta")
-        _vocabulary(model)
+        tokens_of(model)
         if isinstance(model, Transformer) and self.sequence > model.config.seq:
             raise ModelError(
                 f"sequence={self.sequence} is longer than the context of the model {self.model}",
@@ -126,41 +148,11 @@ class Trial:
 
         def require(plan: Plan) -> None:
             require_layout(model, plan, self.sequence)
+            if self.boundaries:
+                require_documents(model)
             SettledPlan.of(plan, self.batch)
 
         return require
-
-
-@final
-class RandomTokens:
-    """Samples of random tokens; records which samples were asked for.
-
-    Args:
-        vocabulary: Number of different tokens.
-        count: Number of samples.
-        sequence: Number of tokens that the model sees of each sample.
-        seed: Seed of the tokens.
-
-    Attributes:
-        asked: The indices of every batch that was asked for, in order.
-    """
-
-    deterministic = True
-    all_targets_count = True
-
-    def __init__(self, vocabulary: int, count: int, sequence: int, seed: int) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        self._tokens = torch.randint(vocabulary, (count, sequence + 1), generator=generator)
-        self.asked: list[list[int]] = []
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def batch(self, indices: NDArray[np.int64]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return inputs and targets of the samples at `indices`, int64 `[batch, seq]` each."""
-        self.asked.append(indices.tolist())
-        windows = self._tokens[torch.from_numpy(indices)]
-        return windows[:, :-1], windows[:, 1:]
 
 
 def require_counts(given: object, **least: int) -> None:
@@ -184,17 +176,3 @@ def without_dropout(model: nn.Module) -> nn.Module:
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
     return model
-
-
-def _vocabulary(model: nn.Module) -> int:
-    size = getattr(getattr(model, "config", None), "vocab_size", None)
-    if isinstance(size, int):
-        return size
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            return module.num_embeddings
-    raise ModelError(
-        f"{type(model).__name__} does not say how many different tokens it takes",
-        possible="a model with `config.vocab_size`, or with an nn.Embedding",
-        change="give the model one of these",
-    )

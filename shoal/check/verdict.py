@@ -57,6 +57,7 @@ class StepReport:
         norm: Deviation of the gradient's norm, before clipping.
         gradients: Deviation of the gradient that is farthest beyond its bound.
         parameters: Deviation of the parameter that is farthest beyond its bound, after the step.
+        evaluation: Deviation of the loss in evaluation, after the step; 0 if it is not comparable.
     """
 
     step: int
@@ -64,6 +65,7 @@ class StepReport:
     norm: Deviation
     gradients: Deviation
     parameters: Deviation
+    evaluation: Deviation
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ class Departure:
 
     Attributes:
         step: Number of the step.
-        quantity: "samples", "gradient", "gradient norm", "loss" or "parameter".
+        quantity: "samples", "gradient", "gradient norm", "loss", "parameter" or "evaluation".
         name: Name of the parameter, the first in the model's order that departs.
         deviation: The deviation.
         bound: The largest deviation that rounding explains.
@@ -134,6 +136,9 @@ def judge(trial: AnyTrial, plan: Plan, tolerance: Tolerance, ranks: Sequence[Seq
             _worst_number([step.norm for step in seen], reference.norm, bounds.norm),
             _farthest(gradient_deviations),
             _farthest(parameter_deviations),
+            _worst_number(
+                [step.evaluation for step in seen], reference.evaluation, max(bounds.loss, bounds.evaluation)
+            ),
         )
         reports.append(report)
         if departure is None:
@@ -200,6 +205,9 @@ def _first_departure(
         text = f"{_said(step, 'after the optimizer', departing)}, though every gradient agrees"
         text += explain_parameter(evidence, first.name)
         return Departure(step, "parameter", first.name, first.value, first.bound, text)
+    if report.evaluation.departs:
+        text = f"{_said(step, 'the loss in evaluation', [report.evaluation])}, though every parameter agrees"
+        return Departure(step, "evaluation", "", report.evaluation.value, report.evaluation.bound, text)
     return None
 
 
@@ -225,7 +233,7 @@ def _deviations(
     scales = scales_of(reference)
     deviations = []
     for name, value in reference.items():
-        values = [math.inf]
+        values = [math.inf if value.numel() else 0.0]
         if held.get(name):
             values = [vector_deviation(held[name][0].values, value, scales[name])]
             for copy in held[name][1:]:
@@ -240,5 +248,7 @@ def _farthest(deviations: Sequence[Deviation]) -> Deviation:
     return max(deviations, key=lambda each: each.value / each.bound)
 
 
-def _worst_number(values: Sequence[float], reference: float, bound: float) -> Deviation:
-    return Deviation(max(relative(value, reference) for value in values), bound)
+def _worst_number(values: Sequence[float | None], reference: float | None, bound: float) -> Deviation:
+    if reference is None:
+        return Deviation(0.0, bound)
+    return Deviation(max(relative(math.nan if each is None else each, reference) for each in values), bound)

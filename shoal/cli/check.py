@@ -20,7 +20,7 @@ from shoal.plan import SYNCHRONOUS, Plan, SettledPlan
 from shoal.plan.legal import VARIED, legal_plans
 
 if TYPE_CHECKING:
-    from shoal.check import AnyTrial, CheckJob, Deviation, Verdict
+    from shoal.check import AnyTrial, CheckJob, Deviation, StepReport, Verdict
     from shoal.launch import Nursery, World
 
 __all__ = ["add_parser", "run", "tell"]
@@ -75,7 +75,18 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--model",
         metavar="NAME",
         default="tiny",
-        help="a model, named as for shoal train, or zoo:NAME, or a factory of a Task (default tiny)",
+        help="a model, named as for shoal train, or hf:KIND for a small model of a kind of transformers, or "
+        "zoo:NAME, or a factory of a Task (default tiny)",
+    )
+    parser.add_argument(
+        "--masked",
+        action="store_true",
+        help="with hf:KIND, take the kind's model that predicts masked tokens, where there are two",
+    )
+    parser.add_argument(
+        "--boundaries",
+        action="store_true",
+        help="pack several documents into each sample, and require that each is trained as if it were alone",
     )
     parser.add_argument(
         "--option",
@@ -181,6 +192,8 @@ def _job(args: argparse.Namespace, there: int | None) -> CheckJob:
         default_batch=_default_batch(unit),
         steps=args.steps,
         seed=args.seed,
+        masked=args.masked,
+        boundaries=args.boundaries,
     )
     require = trial.require_possible()
     if args.all:
@@ -273,10 +286,11 @@ def _table(trial: AnyTrial, verdict: Verdict) -> str:
     lines = [
         f"{verdict.plan} against one device: {trial.model}, {trial.size}, seed {trial.seed}",
         "relative deviation / its bound from rounding",
-        f"{'step':>4}  {'loss':>17}  {'gradient norm':>17}  {'gradient':>17}  {'parameter':>17}",
+        f"{'step':>4}  {'loss':>17}  {'gradient norm':>17}  {'gradient':>17}  {'parameter':>17}  "
+        f"{'evaluation':>17}",
     ]
     for step in verdict.steps:
-        cells = [_cell(each) for each in (step.loss, step.norm, step.gradients, step.parameters)]
+        cells = [_cell(each) for each in _deviations(step)]
         lines.append(f"{step.step:>4}  " + "  ".join(f"{cell:>17}" for cell in cells))
     if verdict.departure is not None:
         lines.append(f"failed: {verdict.departure.text}")
@@ -296,17 +310,17 @@ def _table(trial: AnyTrial, verdict: Verdict) -> str:
     return "\n".join(lines)
 
 
+def _deviations(step: StepReport) -> tuple[Deviation, ...]:
+    return step.loss, step.norm, step.gradients, step.parameters, step.evaluation
+
+
 def _cell(deviation: Deviation) -> str:
     return f"{deviation.value:.1e} / {deviation.bound:.1e}"
 
 
 def _share_of_bound(verdict: Verdict) -> str:
     """Return the largest deviation as a share of its bound."""
-    shares = [
-        each.value / each.bound
-        for step in verdict.steps
-        for each in (step.loss, step.norm, step.gradients, step.parameters)
-    ]
+    shares = [each.value / each.bound for step in verdict.steps for each in _deviations(step)]
     return f"{max(shares):.2g}" if shares else "-"
 
 

@@ -8,6 +8,7 @@ weight: it runs when the module is called, and when one of its parameters is rea
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -93,7 +94,7 @@ def refuse_copies(module: nn.Module, stale: Callable[[], str | None]) -> None:
     """Refuse copies and `load_state_dict` of a module, and `state_dict` while its weights are stale.
 
     Args:
-        module: The module; its children are included.
+        module: The module; its children that hold tensors are included.
         stale: Gives the reason why the weights differ from their owners'; None if they do not.
     """
 
@@ -122,6 +123,8 @@ def refuse_copies(module: nn.Module, stale: Callable[[], str | None]) -> None:
         )
 
     for each in module.modules():
+        if next(itertools.chain(each.parameters(), each.buffers()), None) is None:
+            continue  # it holds nothing, and several models may share it
         setattr(each, "__deepcopy__", refuse)  # noqa: B010, which types of modules do not know
         each.register_state_dict_pre_hook(before_state)
         each.register_load_state_dict_pre_hook(before_load)

@@ -210,6 +210,29 @@ def test_what_would_be_wrong_without_a_word_is_refused(ranks, plan):
         assert set(refused) == {"optimizer", "copy", "cast", "move"} | of_the_model
 
 
+def lay_two_that_share_an_activation(plan):
+    """The second model is copied and saved before it is laid out, and the first after."""
+    shared = nn.GELU()
+
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 4), shared)
+
+    parallelize(build(), plan)
+    second = build()
+    copied = copy.deepcopy(second).state_dict()
+    return copied, second.state_dict(), parallelize(second, plan).full_state_dict()
+
+
+def test_models_may_share_a_module_that_holds_no_tensors(ranks):
+    """Some of transformers have one activation for all models of a process."""
+    copied, alone, laid_out = ranks.run(lay_two_that_share_an_activation, 2, "dp=2,shard=zero3")[0]
+    assert copied.keys() == alone.keys() == laid_out.keys()
+    for name, value in alone.items():
+        assert torch.equal(copied[name], value)
+        assert torch.equal(laid_out[name], value)
+
+
 def test_an_optimizer_of_before_works_where_ranks_share_nothing(ranks):
     for works, refused, _ in ranks.run(misuse, 2, "dp=2"):
         assert works

@@ -56,6 +56,7 @@ _ATTENDED = ("full_attention", "sliding_attention")
 _COUNTED = ("dynamic", "longrope")  # kinds of rotary embedding that depend on the length of the input
 _NO_CHANGE = {  # arguments of attention that leave its result unchanged
     "cache_position",
+    "logits_to_keep",
     "num_items_in_batch",
     "position_ids",
     "return_dict",
@@ -123,9 +124,8 @@ def use_no_cache(model: Any) -> None:
 
 
 def query_heads(model: Any) -> int:
-    """Return the number of query heads of each attention layer."""
-    heads: int = model.config.num_attention_heads
-    return heads
+    """Return the number of query heads of each attention layer, the fewest if layers differ."""
+    return min(_settings(model.config, "num_attention_heads"))
 
 
 def require_attention(model: Any) -> None:
@@ -134,7 +134,7 @@ def require_attention(model: Any) -> None:
     Raises:
         ModelError: Its attention cannot, or something else looks along a sequence.
     """
-    config = model.config
+    config = _of_text(model.config)
     counted = [kind for kind in _rotary_kinds(config) if kind in _COUNTED]
     rate = max(getattr(config, name, None) or 0.0 for name in ("attention_dropout", "attn_pdrop"))
     problems = {
@@ -153,7 +153,7 @@ def beside_attention(model: Any) -> dict[str, bool]:
     """Return what may look along a sequence beside causal attention: problems, each true if it is there."""
     config = model.config
     takes_positions = "position_ids" in inspect.signature(decoder_of(model).forward).parameters
-    kinds = set(getattr(config, "layer_types", None) or ()) - {*_ATTENDED}
+    kinds = set(getattr(_of_text(config), "layer_types", None) or ()) - {*_ATTENDED}
     along = along_the_sequence(model)
     return {
         "its base model takes no position_ids": not takes_positions,
@@ -173,8 +173,8 @@ def require_window(config: Any, sequence: int) -> None:
     Raises:
         PlanError: Attention sees only a shorter window.
     """
-    kinds = getattr(config, "layer_types", None)
-    window = getattr(config, "sliding_window", None)
+    kinds = getattr(_of_text(config), "layer_types", None)
+    window = min(_settings(config, "sliding_window"), default=None)
     if window and (not kinds or "sliding_attention" in kinds) and window < sequence:
         raise PlanError(
             f"attention has a window of {window} tokens, and a sequence has {sequence}: context parallelism "
@@ -182,6 +182,19 @@ def require_window(config: Any, sequence: int) -> None:
             possible=f"sequences of up to {window} tokens, or cp=1",
             change=f"use sequence={window} or less, or leave out cp",
         )
+
+
+def _of_text(config: Any) -> Any:
+    """Return the configuration of the language model in one that takes images or sound too."""
+    return getattr(config, "get_text_config", lambda: config)()
+
+
+def _settings(config: Any, name: str) -> list[int]:
+    """Return the values of a setting, several if layers differ in it; none where it is not set."""
+    config = _of_text(config)
+    layers = getattr(config, "per_layer_config", None)
+    each = [config] if not layers else [layers[index] for index in range(config.num_hidden_layers)]
+    return [value for layer in each if (value := getattr(layer, name, None))]
 
 
 @final

@@ -61,6 +61,7 @@ def column_products(
 
     Args:
         hidden: `[batch, seq, in]`, equal on all ranks; with `sequence` this rank's `[batch, seq/size, in]`.
+            Or `[tokens, in]`; then the result has no `batch` either.
         weights: This rank's `[out_i/size, in]` each, such as those of query, key and value.
         axis: The ranks that the outputs are split over.
         sequence: Whether `hidden` is a part of the sequence.
@@ -75,6 +76,10 @@ def column_products(
     offsets = [None] * len(weights) if biases is None else list(biases)
     if axis.size == 1:
         return tuple(F.linear(hidden, weight, bias) for weight, bias in zip(weights, offsets, strict=True))
+    if hidden.dim() == 2:  # the tokens of all samples in a row: each is multiplied by itself
+        named: dict[str, Any] = {"sequence": sequence, "overlap": overlap, "deferral": deferral, "name": name}
+        rows = column_products(hidden[None], weights, axis, biases=biases, **named)
+        return tuple(result[0] for result in rows)
     split = _Split(axis, sequence, overlap, name)
     operands = [*weights, *offsets]
     if deferral is not None and deferral.is_on and hidden.requires_grad:
@@ -97,7 +102,7 @@ def row_product(
     """Multiply an input by a matrix, of which each rank has some of the inputs, and sum over the ranks.
 
     Args:
-        hidden: This rank's `[batch, seq, in/size]`.
+        hidden: This rank's `[batch, seq, in/size]`, or `[tokens, in/size]`.
         weight: This rank's `[out, in/size]`.
         axis: The ranks that the inputs are split over.
         sequence: Whether the result is a part of the sequence.
@@ -115,6 +120,9 @@ def row_product(
     """
     if axis.size == 1:
         return F.linear(hidden, weight, bias)
+    if hidden.dim() == 2:  # as in `column_products`
+        named: dict[str, Any] = {"sequence": sequence, "overlap": overlap, "deferral": deferral, "name": name}
+        return row_product(hidden[None], weight, axis, bias=bias, **named)[0]
     split, operands = _Split(axis, sequence, overlap, name), [weight, bias]
     if deferral is not None and deferral.is_on and hidden.requires_grad:
         split, operands = _put_off(split, deferral, operands)
