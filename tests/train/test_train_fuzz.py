@@ -24,7 +24,7 @@ from shoal.plan import Plan
 
 BY_ROUNDING = 32  # an error may be so many times what fp32 makes in one process
 ULP = 2.0**-23
-QUICK = (0, 1, 6, 7, 8, 12, 13, 19, 23, 29)
+QUICK = (0, 1, 6, 7, 8, 12, 13, 19, 23, 29, 47)
 """Cases for every run of the tests: with them the faults in tests/faults/exchanges.toml are caught."""
 
 NAMED = ("PlanError", "ModelError", "LayoutError", "ConfigError")
