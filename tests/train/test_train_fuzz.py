@@ -1,0 +1,168 @@
+"""Random trainings under Plans against one process: models, exchanges, data, saves and loads.
+
+    SHOAL_FUZZ_CASES=17:18 pytest -m long tests/train/test_train_fuzz.py      one case
+    SHOAL_FUZZ_CASES=0:1000 SHOAL_FUZZ_SEED=5 pytest -m long tests/train/test_train_fuzz.py      others
+
+Each case adds a line to the file that SHOAL_FUZZ_RESULTS names.
+"""
+
+import json
+import math
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from fuzz_cases import all_pairs, draw_cases, pairs_of
+from fuzz_reference import train
+from fuzz_stand_ins import Pools, run_case
+
+from shoal.errors import UserError, WorkerError
+from shoal.plan import Plan
+
+BY_ROUNDING = 32  # an error may be so many times what fp32 makes in one process
+ULP = 2.0**-23
+QUICK = (0, 1, 6, 7, 8, 12, 13, 19, 23, 29, 47)
+"""Cases for every run of the tests: with them the faults in tests/faults/exchanges.toml are caught."""
+
+NAMED = ("PlanError", "ModelError", "LayoutError", "ConfigError")
+
+
+def difference_of(pools, case, folder):
+    """How a training differs from the same in one process; "" for not at all.
+
+    Raises:
+        WorkerError: A rank raised.
+    """
+    phases = run_case(pools, case, folder)
+    for number, told in enumerate(phases):
+        if found := unlike_copies(told):
+            return f"phase {number}: {found}"
+    last = phases[-1]
+    if case.other and case.other == case.plan and not Plan.parse(case.plan).exchanged.is_served:
+        for name, value in phases[0][0].weights.items():
+            if not torch.equal(value, last[0].weights[name]):
+                return f"resumed, {name} has other bits than without an interruption"
+    fragments = [told[0].fragments for told in phases]
+    single, double = (train(case, fragments, dtype) for dtype in (torch.float32, torch.float64))
+    return wrong_weights(case, last[0].weights, single, double) or wrong_reports(case, last, double)
+
+
+def unlike_copies(told):
+    """The first part that ranks hold with unlike bits; after the last step all workers are equal."""
+    known = {}
+    for rank, each in enumerate(told):
+        for part, digest in each.parts.items():
+            other, before = known.setdefault(part, (rank, digest))
+            if before != digest:
+                return f"ranks {other} and {rank} hold other bits of {part}"
+    return ""
+
+
+def wrong_weights(case, found, single, double):
+    """Compare the last values with those in fp64, by the rounding that fp32 makes in one process."""
+    if case.is_compressed:
+        return wrong_course(case, found, double)
+    rounding = max(
+        (single.weights[name] - value).abs().max().item() for name, value in double.weights.items()
+    )
+    worst = 0.0, ""
+    for name, value in double.weights.items():
+        bound = BY_ROUNDING * max(rounding, ULP * max(1.0, value.abs().max().item()))
+        error = (found[name].double() - value).abs().max().item()
+        if not error <= bound:
+            worst = max(
+                worst, (error / bound, f"{name} is off by {error:.2e}, where {bound:.2e} is rounding")
+            )
+    return worst[1]
+
+
+def wrong_course(case, found, double):
+    """Compare how far a compressed training is from the other with how far both went."""
+    squares = torch.zeros(2, dtype=torch.float64)
+    for name, value in double.weights.items():
+        squares += torch.stack(
+            [(found[name].double() - value).square().sum(), (value - double.first[name]).square().sum()]
+        )
+    apart, went = squares.sqrt().tolist()
+    bound = case.loss_of_codec * went
+    return "" if apart <= bound else f"weights are {apart:.2e} apart, where {bound:.2e} is compression"
+
+
+def wrong_reports(case, told, double):
+    """Compare the losses and norms that were reported by ranks that no servers join."""
+    plan = Plan.parse(case.other or case.plan)
+    if plan.exchanged.is_served or case.is_compressed:
+        return ""
+    for each in told:
+        worker = each.worker if plan.exchanged.merges else 0
+        for kind in ("losses", "norms"):
+            expected = getattr(double, kind)[worker][-len(getattr(each, kind)) :]
+            for step, (one, other) in enumerate(zip(getattr(each, kind), expected, strict=True)):
+                if math.isnan(double.losses[worker][-len(expected) :][step]):
+                    continue
+                if one != pytest.approx(other, rel=1e-4, abs=1e-6):
+                    return f"worker {worker} reports {kind} {one:.6f} and not {other:.6f} in step {step}"
+    return ""
+
+
+def run_range(cases, folder):
+    """Outcomes of cases, by their numbers: "" for equal, "refused: ...", or what is wrong."""
+    results, outcomes = os.environ.get("SHOAL_FUZZ_RESULTS"), {}
+    pools = Pools()
+    try:
+        for case in cases:
+            began = time.monotonic()
+            try:
+                outcome = difference_of(pools, case, folder / str(case.number))
+            except UserError as error:  # by a Plan, before ranks are asked
+                outcome = f"refused: {error.given}"
+            except WorkerError as error:
+                found = re.findall(r"(?:shoal\.errors\.)?(\w+Error): (.*)", str(error))
+                kind, text = found[-1] if found else ("", str(error))
+                outcome = f"refused: {text}" if kind in NAMED else f"raised {kind}: {text}"
+            outcomes[case.number] = outcome
+            if results:
+                line = {
+                    "case": str(case),
+                    "outcome": outcome,
+                    "seconds": round(time.monotonic() - began, 2),
+                    "repeat": f"SHOAL_FUZZ_CASES={case.number}:{case.number + 1}",
+                }
+                with Path(results).open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(line) + "\n")
+    finally:
+        pools.close()
+    return outcomes
+
+
+def wrong_of(cases, folder):
+    """The cases that differ, with how, and the number of those that were refused."""
+    outcomes = run_range(cases, folder)
+    refused = sum(outcome.startswith("refused") for outcome in outcomes.values())
+    wrong = [
+        f"{case}\n    {outcomes[case.number]}"
+        for case in cases
+        if outcomes[case.number] and not outcomes[case.number].startswith("refused")
+    ]
+    return "\n".join(wrong), refused
+
+
+def test_some_random_trainings_are_those_of_one_process(tmp_path, one_thread):
+    cases = [case for case in draw_cases(max(QUICK) + 1) if case.number in QUICK]
+    wrong, refused = wrong_of(cases, tmp_path)
+    assert not wrong, wrong
+    assert not refused
+
+
+@pytest.mark.long
+def test_random_trainings_are_those_of_one_process(tmp_path, one_thread):
+    first, last = map(int, os.environ.get("SHOAL_FUZZ_CASES", "0:300").split(":"))
+    cases = draw_cases(last, int(os.environ.get("SHOAL_FUZZ_SEED", "0")))
+    if first == 0 and last >= 300:
+        assert set().union(*(pairs_of(case.settings) for case in cases)) == all_pairs()
+    wrong, refused = wrong_of(cases[first:], tmp_path)
+    assert not wrong, wrong
+    assert refused <= max(1, 0.3 * len(cases[first:]))
