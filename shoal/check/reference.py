@@ -274,6 +274,7 @@ class _TaskLosses:
         self._samples = trial.samples()
         self._model = SingleDevice(model, sums.compute)
         self._device = device
+        self._type = torch.get_default_dtype()
 
     def count(self, indices: Sequence[int]) -> int:
         """Return the number of samples."""
@@ -281,7 +282,9 @@ class _TaskLosses:
 
     def __call__(self, chosen: Sequence[int]) -> torch.Tensor:
         """Run a forward of these samples and return the losses."""
-        part = map_tensors(lambda tensor: tensor.to(self._device), self._samples.rows(chosen))
+        with _default_type(self._type):  # a Task may draw samples, and draws others in another type
+            rows = self._samples.rows(chosen)
+        part = map_tensors(lambda tensor: tensor.to(self._device), rows)
         return self._samples.task.loss(self._model, part).expand(len(chosen))
 
 

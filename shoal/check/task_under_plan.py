@@ -40,7 +40,9 @@ def _steps(
 ) -> Iterator[RankStep]:
     groups = groups_by_decay(parallel.owned, OPTIMIZER.weight_decay)
     optimizer = torch.optim.AdamW(groups, betas=OPTIMIZER.betas, eps=OPTIMIZER.eps)
-    data, normalizes = parallel.axes.data, batch_normalizations(parallel.module)
+    data = parallel.axes.data
+    # Statistics of batches differ between ranks, and with shares ranks make unlike numbers of forwards.
+    is_comparable = not batch_normalizations(parallel.module) and parallel.plan.shared is None
     for number in range(trial.steps):
         rate = learning_rate(OPTIMIZER, step=number, steps=trial.steps, batch=trial.batch)
         for group in optimizer.param_groups:
@@ -58,7 +60,7 @@ def _steps(
         optimizer.step()
         optimizer.zero_grad()
         parameters = [fragment_of(owned, owned.local) for owned in parallel.owned]
-        evaluation = None if normalizes else _evaluated(samples, micro, parallel, device)
+        evaluation = _evaluated(samples, micro, parallel, device) if is_comparable else None
         yield RankStep(total.item() / data.size, norm, own, gradients, parameters, evaluation)
 
 

@@ -249,6 +249,6 @@ def _farthest(deviations: Sequence[Deviation]) -> Deviation:
 
 
 def _worst_number(values: Sequence[float | None], reference: float | None, bound: float) -> Deviation:
-    if reference is None:
+    if reference is None or all(each is None for each in values):
         return Deviation(0.0, bound)
     return Deviation(max(relative(math.nan if each is None else each, reference) for each in values), bound)

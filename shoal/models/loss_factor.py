@@ -36,7 +36,7 @@ class LossFactor:
         """Return a model's output that carries the factor to the loss."""
         if hasattr(output, "_replace"):  # a named tuple, such as SplitLogits
             return output._replace(loss_factor=self) if "loss_factor" in output._fields else output
-        output.loss_factor = self
+        object.__setattr__(output, "loss_factor", self)  # works for a frozen object too
         return output
 
     def note(self, factor: Tensor) -> None:

@@ -86,6 +86,7 @@ class Stepping:
         with self.recorder.step(turn.step + 1):
             counted_over = self.workers.counted_over
             passed = self.passes.run(turn.position, stop=stop, counted_over=counted_over)
+            self.workers.require_like_counts(self.parallel, passed)
             self.workers.average(passed)
             self.replicas.compare_if_due(turn.step)
             with self.recorder.span(Kind.OPTIMIZER):

@@ -6,8 +6,9 @@ from typing import NamedTuple, final
 
 import torch
 
-from shoal.errors import TrainingError
-from shoal.parallel import Axis, GuidedUpdates, LocalUpdates, ServedUpdates
+from shoal.errors import ModelError, TrainingError
+from shoal.models import mixtures_of
+from shoal.parallel import Axis, GuidedUpdates, LocalUpdates, Parallel, ServedUpdates
 from shoal.parallel.axes import Axes
 from shoal.train.passes import Passed
 from shoal.train.randomness import begin_anew
@@ -122,6 +123,30 @@ class Workers:
             place = self._served.worker * self._axes.data.size + self._axes.data.index
             begin_anew(self._seed, share // self._number, place)
         return Turn(share // self._number, share * self._batch)
+
+    def require_like_counts(self, parallel: Parallel, passed: Passed) -> None:
+        """Check that servers can sum the gradients of routers of this step.
+
+        In a round a server weighs a worker's gradient by its targets. The auxiliary losses of Shoal's experts
+        are means over samples, whichever targets count, and one vector has the gradients of both.
+
+        Raises:
+            ModelError: Workers may have unlike numbers of targets, and the model has such losses.
+        """
+        served = self._served
+        if served is None or passed.counted is None or served.is_local or not served.mode.in_rounds:
+            return
+        if not any(each.balance_weight or each.z_weight for each in mixtures_of(parallel.module)):
+            return
+        tokens, counted = round(passed.tokens * self._axes.data.size), int(passed.counted)
+        if counted != tokens:
+            raise ModelError(
+                f"{counted} of {tokens} tokens of a worker have targets that count: servers weigh its "
+                "gradient by that number, and the auxiliary losses of experts count by samples",
+                possible="batches in which all targets count; models without auxiliary losses; exchanges "
+                "without servers",
+                change="leave out exchange=server, or set balance_weight and z_weight of the model to 0",
+            )
 
     def average(self, passed: Passed) -> None:
         """Average gradient and loss over the workers, if each summed its own and the step is dense."""

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from shoal.data import Loader
 from shoal.parallel.pipeline import pieces
+from shoal.parallel.pipeline.messages import Messages
 from shoal.parallel.pipeline.runtime import Pipeline
 from shoal.plan.schedules import Action, Payload
 from shoal.plan.stages import ranges_of
@@ -39,31 +40,31 @@ def dropped_backward(stage: str) -> Iterator[None]:
 @contextlib.contextmanager
 def backward_twice(stage: str) -> Iterator[None]:
     """A stage gets the gradient of one micro-batch twice as large, as if it had come twice."""
-    take = Pipeline._take
+    take = Messages.take
 
-    def doubling(self: Pipeline, payload: Payload, action: Action) -> torch.Tensor:
+    def doubling(self: Messages, payload: Payload, action: Action) -> torch.Tensor:
         taken = take(self, payload, action)
         is_it = payload is Payload.GRADIENT and (action.stage, action.microbatch) == (int(stage), WRONG)
         return taken * 2 if is_it else taken
 
-    with patch.object(Pipeline, "_take", doubling):
+    with patch.object(Messages, "take", doubling):
         yield
 
 
 @contextlib.contextmanager
 def stale_activation(stage: str) -> Iterator[None]:
     """A stage computes one micro-batch with what came for the one before."""
-    take = Pipeline._take
+    take = Messages.take
     before: dict[int, torch.Tensor] = {}
 
-    def stale(self: Pipeline, payload: Payload, action: Action) -> torch.Tensor:
+    def stale(self: Messages, payload: Payload, action: Action) -> torch.Tensor:
         taken = take(self, payload, action)
         if payload is Payload.GRADIENT or action.stage != int(stage):
             return taken
         before[action.microbatch] = taken.detach().clone()
         return before[WRONG - 1].clone() if action.microbatch == WRONG else taken
 
-    with patch.object(Pipeline, "_take", stale):
+    with patch.object(Messages, "take", stale):
         yield
 
 

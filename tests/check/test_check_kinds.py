@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from shoal.check.reference import Reference, Sums
 from shoal.check.samples import RandomTokens
 from shoal.errors import ModelError
 from shoal.models.tiny_hugging_face import causal, kind_of, kinds, masked
+from shoal.parallel import DocumentsGuard
 from shoal.plan import Plan, SettledPlan
 
 transformers = pytest.importorskip("transformers")
@@ -66,9 +68,16 @@ def test_documents_that_are_kept_apart_train_as_if_each_were_alone(ranks, plan):
     assert verdict.outcome == "passed", verdict
 
 
+def compared_unasked(trial, plan):
+    """The verdict, though nobody asks the model before whether it keeps documents apart."""
+    with patch.object(DocumentsGuard, "require"):
+        return compared(trial, plan)
+
+
 def test_documents_that_see_each_other_are_found(ranks):
     trial = own(boundaries=True, model_options={"apart": False})
-    verdict = ranks.run(compared, 1, trial, "dp=1")[0]
+    assert ranks.run(compared, 1, trial, "dp=1")[0].outcome == "refused"
+    verdict = ranks.run(compared_unasked, 1, trial, "dp=1")[0]
     assert verdict.outcome == "failed"
     assert verdict.departure.quantity == "gradient"
 

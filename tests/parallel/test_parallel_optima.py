@@ -49,7 +49,8 @@ def descend(plan, loss, first, steps, rate, outer=None):
     size, rank = dist.get_world_size(), dist.get_rank()
     reached, shares = [], [1.0]
     for step in range(steps):
-        (own,) = torch.autograd.grad(loss(model.weight, rank, step), model.weight)
+        weight = model.weight.detach().clone().requires_grad_()
+        (own,) = torch.autograd.grad(loss(weight, rank, step), weight)
         before = memory(parallel)
         parallel(loss, rank, step).backward()
         optimizer.step()

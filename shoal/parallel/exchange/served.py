@@ -76,6 +76,7 @@ class ServedUpdates(Composed):
         elements: Number of elements in the mean loss of the next step, by which a round weighs its gradient;
             None if all workers have equally many.
         norm: Norm of the mean gradient of this worker's last round, if it is clipped.
+        is_local: Whether workers make steps by themselves, and send what these changed.
         mode: How its next contribution is applied.
         failed: Why this worker finds stale gradients harmful, of which the others are told next; "" if not.
     """
@@ -106,7 +107,7 @@ class ServedUpdates(Composed):
         self._parallel, self._inner, self._servers = parallel, optimizer, servers
         self._terms, self._ranks = terms, ranks
         self._talk = Conversations(recorder, parallel.axes.world)
-        self._is_local = outer is not None
+        self.is_local = outer is not None
         self._outer = OuterState(parallel.owned)
         self._outer_settings = outer
         stepped: Optimizer = optimizer
@@ -159,7 +160,7 @@ class ServedUpdates(Composed):
 
         Workers that make steps by themselves know their own losses alone.
         """
-        if self._is_local or self.loss is None or self.decision is None:
+        if self.is_local or self.loss is None or self.decision is None:
             return None
         return self.decision.loss
 
@@ -199,7 +200,7 @@ class ServedUpdates(Composed):
         loss = loss_of(closure)
         copy_settings(self.param_groups, self._inner.param_groups)
         self._made += 1
-        if self._is_local:
+        if self.is_local:
             self._inner.step()
         self._advance()
         return loss
@@ -221,7 +222,7 @@ class ServedUpdates(Composed):
         windows = self._servers.windows(self._blueprint.elements)
         take_state(self._stepped, self._parallel.owned, self._blueprint, windows, fetched)
         self._unpack(values)
-        if self._is_local:
+        if self.is_local:
             for owned in self._parallel.owned:
                 state = self._stepped.state.get(owned.parameter, {})
                 if (momentum := state.get("momentum_buffer")) is not None:
@@ -248,7 +249,7 @@ class ServedUpdates(Composed):
 
     def parts(self, owned: Sequence[Owned]) -> Sequence[OptimizerPart]:
         """See `Composed.parts`."""
-        return [(self._inner, owned), *([(self._outer, owned)] if self._is_local else [])]
+        return [(self._inner, owned), *([(self._outer, owned)] if self.is_local else [])]
 
     def show(self) -> None:
         """See `Composed.show`."""
@@ -257,7 +258,7 @@ class ServedUpdates(Composed):
             {
                 each.parameter: {
                     **self._inner.state.get(each.parameter, {}),
-                    **(self._outer.state[each.parameter] if self._is_local else {}),
+                    **(self._outer.state[each.parameter] if self.is_local else {}),
                 }
                 for each in self._parallel.owned
             },
@@ -288,7 +289,7 @@ class ServedUpdates(Composed):
         self._pull(Decision(ticket.shares, 0, 0, self.leads, mode=self.mode))
 
     def _states_to_give(self, windows: Sequence[slice]) -> Any:
-        if self._is_local:
+        if self.is_local:
             for owned in self._parallel.owned:
                 if "outer_momentum" in self._outer.state[owned.parameter]:
                     self._stepped.state[owned.parameter]["momentum_buffer"] = self._outer.momentum(owned)
@@ -306,7 +307,7 @@ class ServedUpdates(Composed):
             with self._talk.about("arrive", 0):
                 loss = self.loss.item() if self.loss is not None else 0.0
                 loss = loss if self._made else math.nan
-                each = 1.0 if self._is_local or self.elements is None else self.elements
+                each = 1.0 if self.is_local or self.elements is None else self.elements
                 told = self.worker, self._clock, self._made * each, loss, self.failed
                 decision = self._servers.arrive(*told)
         decision = self._ranks.all_gather_object(decision)[0]
@@ -343,7 +344,7 @@ class ServedUpdates(Composed):
         if not self._made:
             return
         owned, used = self._parallel.owned, []
-        if self._is_local:
+        if self.is_local:
             pack(owned, [each.local for each in owned], self._sent)
             torch.sub(self._values, self._sent, out=self._sent)
             outer, terms = self._outer_settings, self._terms
@@ -391,6 +392,6 @@ class ServedUpdates(Composed):
 
     def _unpack(self, vector: torch.Tensor) -> None:
         unpack(self._parallel.owned, vector)
-        if self._is_local:
+        if self.is_local:
             for owned in self._parallel.owned:
                 self._outer.anchor(owned).copy_(owned.local)
