@@ -1,4 +1,4 @@
-"""Backwards through backwards, such as a gradient penalty, train as one device does under every sharding."""
+"""Penalties on gradients and on weights train as on one device under every sharding."""
 
 from contextlib import nullcontext
 
@@ -94,3 +94,37 @@ def test_a_backward_through_a_backward_trains_as_on_one_device(ranks, shard, los
     wanted = train(None, loss, activation)
     state = ranks.run(train, 2, f"dp=2,shard={shard}", loss, activation)[0]
     torch.testing.assert_close(state, wanted, rtol=1e-4, atol=1e-5)  # fp32 sums in another order, three steps
+
+
+def train_with_squares(plan):
+    """Penalties on listed weights after forwards that no backward follows, in training and in evaluation."""
+    torch.manual_seed(0)
+    model = Critic(nn.Tanh)
+    trained = model if plan is None else parallelize(model, plan)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.05)
+    inputs, values = torch.ones(2, 3), []
+    for _ in range(STEPS):
+        for without_graph in (torch.inference_mode, torch.no_grad):
+            with without_graph():
+                values.append((trained(inputs).mean() + squares(model)).item())
+        squares(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            values.append((trained(inputs).mean() + squares(model)).item())
+    return values, model.state_dict() if plan is None else trained.full_state_dict()
+
+
+def squares(model):
+    return torch.stack([parameter.float().square().sum() for parameter in model.parameters()]).sum()
+
+
+@pytest.mark.parametrize("shard", [*SHARDS, "zero3,precision=bf16"])
+def test_weights_listed_after_a_forward_without_a_graph_are_the_current_ones(ranks, shard):
+    wanted, state = train_with_squares(None)
+    # fp32 sums in another order; bf16 rounds weights and outputs to 8 bits
+    value, weight = (1e-2, 1e-2) if "bf16" in shard else (1e-5, 1e-5)
+    for values, trained in ranks.run(train_with_squares, 2, f"dp=2,shard={shard}"):
+        assert values == pytest.approx(wanted, rel=value)
+        if trained:  # on rank 0
+            torch.testing.assert_close(trained, state, rtol=weight, atol=weight)

@@ -230,9 +230,7 @@ class BlockOrder:
     def _after_model(self, module: nn.Module, arguments: Any, output: Any) -> None:
         if not in_backward():
             self._walk(self._end - 1)
-            has_graph = _may_have_graph(output)
-            self._is_open = has_graph
-            self._visits.end_forward(has_graph)
+            self._visits.end_forward(_may_have_graph(output))
             _before_backward_of(output, lambda gradient: self._begin_backward())
 
     def _leave_model(self, module: nn.Module, arguments: Any, output: Any) -> None:
