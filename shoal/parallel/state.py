@@ -120,7 +120,7 @@ class State:
             world.broadcast(tensor, f"whole {key}").wait()
             if key in takers:
                 takers[key](tensor)
-        self.loads.update(self._owned)
+        self.loads.update(self._owned.keys())
 
     @property
     def _device(self) -> torch.device:

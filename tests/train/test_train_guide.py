@@ -40,9 +40,9 @@ class Clock:
             self.set(module, "time", self)
         run, reduce, gather, exchange = Passes.run, Axis.all_reduce, Axis.all_gather, Axis.all_to_all
 
-        def passes(passes, position, *, stop):
+        def passes(passes, position, **named):
             self.now += COMPUTE
-            return run(passes, position, stop=stop)
+            return run(passes, position, **named)
 
         def all_reduce(axis, tensor, name):
             self.sends(axis, 2 * tensor.numel() * tensor.element_size())
