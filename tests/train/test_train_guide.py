@@ -176,8 +176,8 @@ def test_on_slow_links_it_follows_what_passed_a_trial(ranks):
         trial = re.compile(f"a trial of {re.escape(followed)} over . steps passed")
         assert any(trial.search(reason) for _, _, reason, _ in decisions)
         measured = decisions[0][3]
-        # Between two workers a rank sends the bytes of a vector once, and a number for each parameter that says
-        # whether it has a gradient.
+        # Between two workers a rank sends the bytes of a vector once, and for each parameter a number that
+        # says whether it has a gradient.
         assert measured["seconds a byte"] == pytest.approx(SLOW, rel=0.005)
         assert measured["seconds without exchange"] == pytest.approx(
             COMPUTE, rel=0.05
