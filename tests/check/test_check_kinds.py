@@ -97,6 +97,7 @@ def test_another_evaluation_is_found_though_training_is_the_same(ranks):
         (Kind("qwen3", False), "tp sequence"),
         (Kind("ernie4_5_moe", False), "tp plain"),  # shared experts get all tokens in a row
         (Kind("hy_v3", False), "tp sequence"),
+        (Kind("glm4_moe", False), "balance pp"),  # it makes no loss of routers
     ],
 )
 def test_a_small_model_of_a_kind_trains_as_on_one_device(ranks, kind, cell):

@@ -9,6 +9,7 @@ computes its loss.
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any, final
 
@@ -67,6 +68,8 @@ class RouterLogits:
         config = getattr(model, "config", None)
         if not getattr(config, "output_router_logits", False) or not hasattr(model, "base_model"):
             return None
+        if "aux_loss" not in inspect.unwrap(type(model).forward).__code__.co_varnames:
+            return None  # it returns the logits, and makes no loss of them
         try:
             from transformers.utils.output_capturing import maybe_install_capturing_hooks
         except ImportError:
