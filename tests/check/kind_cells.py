@@ -74,8 +74,8 @@ def trial_of(kind: Kind, cell: str) -> Trial | None:
         if not hasattr(config, "output_router_logits"):
             return None
         options["output_router_logits"] = True
-    has_one_window = config is not None and config.to_dict().get("sliding_window")
-    if "cp" in cell and has_one_window and not hasattr(config, "per_layer_config"):
+    described = {} if config is None else config.to_dict()
+    if "cp" in cell and described.get("sliding_window") and not described.get("per_layer_config"):
         options["sliding_window"] = WIDE
     return Trial(
         model=f"hf:{kind.name}",
