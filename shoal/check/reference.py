@@ -31,6 +31,7 @@ from shoal.models import (
 from shoal.models.dropout import token_keys
 from shoal.models.loss import IGNORED
 from shoal.train.learning_rate import learning_rate
+from shoal.train.micro_batch import auxiliary_coefficient
 
 __all__ = ["Reference", "Step", "Sums", "Tensors", "forward_of", "gradients_of"]
 
@@ -247,7 +248,8 @@ class _TokenLosses:
         )
         auxiliary = getattr(output, "aux_loss", None)
         if isinstance(auxiliary, torch.Tensor):
-            losses = losses + _auxiliary_weight(self._model) * auxiliary * (targets.flatten() != IGNORED)
+            coefficient = auxiliary_coefficient(self._model) or 0.0
+            losses = losses + coefficient * auxiliary * (targets.flatten() != IGNORED)
         return losses.view(targets.shape)
 
     def _set_dropout(self, chosen: Sequence[int], sequence: int) -> None:
@@ -256,15 +258,6 @@ class _TokenLosses:
             places = torch.tensor([self._places[index] for index in chosen], device=self._device)
             positions = torch.arange(sequence, device=self._device)
             self._model.dropout_keys = token_keys(self._trial.seed, 0, places, positions)
-
-
-def _auxiliary_weight(model: Any) -> float:
-    """Return by how much Hugging Face's models multiply the balance loss of their routers."""
-    for holder in (model, model.config, model.config.get_text_config()):
-        for name in ("router_aux_loss_coef", "aux_loss_coef"):
-            if isinstance(getattr(holder, name, None), float):
-                return float(getattr(holder, name))
-    return 0.0
 
 
 class _TaskLosses:

@@ -47,7 +47,7 @@ from shoal.models.nested import map_tensors, tensors_in
 from shoal.parallel import Parallel
 from shoal.parallel.documents import DocumentsGuard
 
-__all__ = ["Counted", "Loss", "MicroBatch", "Reader"]
+__all__ = ["Counted", "Loss", "MicroBatch", "Reader", "auxiliary_coefficient"]
 
 _POSITIONS = "position_ids"
 
@@ -133,7 +133,7 @@ class Reader:
         self, model: nn.Module, loss: Loss | None, counted: Counted | None, *, packed: bool = False
     ) -> None:
         self._loss = loss
-        self._coefficient = _auxiliary_coefficient(model)
+        self._coefficient = auxiliary_coefficient(model)
         self._next_token_loss: Loss = partial(self._with_auxiliary, next_token_loss)
         self._counted = counted
         self._shifts = _shifts_labels(model)
@@ -263,7 +263,7 @@ class Reader:
         return float((counted != IGNORED).sum())
 
 
-def _auxiliary_coefficient(model: Any) -> float | None:
+def auxiliary_coefficient(model: Any) -> float | None:
     """Return what a model of transformers multiplies its auxiliary loss by; None if it does not say."""
     config = getattr(model, "config", None)
     for holder in (model, config, getattr(config, "text_config", None)):
