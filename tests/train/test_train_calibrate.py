@@ -1,8 +1,9 @@
-"""The loop closed with real runs: what one measured makes the next prediction nearer."""
+"""The loop closed with runs of the command: what one measured makes the next prediction nearer."""
 
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from port_stand_ins import free_port
@@ -10,13 +11,13 @@ from run_stand_ins import shoal, shoal_as_rank
 
 from shoal.cluster import Cluster
 from shoal.run import Run
-from shoal.simulate import recorded_cluster
+from shoal.simulate import Prediction, recorded_cluster, simulate
 
 PLANS = {"dp": "dp=2", "zero1": "dp=2,shard=zero1", "tp": "tp=2"}
 
 LAPTOP = Cluster.preset("laptop", 2)
 TOLD = LAPTOP.replace(device=LAPTOP.device.slowed(1 / 8), source="eight times as quick as a laptop")
-"""Far from the truth, so that no other work on the machine brings the run near the prediction."""
+STEPS = 12
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def runs(ranks, tiny_run, tmp_path_factory):
             "train",
             *tiny_run,
             "--set",
-            "steps=12",
+            f"steps={STEPS}",
             "--run",
             name,
             "--plan",
@@ -39,6 +40,19 @@ def runs(ranks, tiny_run, tmp_path_factory):
         ]
         ended = ranks.run(shoal_as_rank, 2, words, folder, free_port())
         assert [code for code, _, _ in ended] == [0, 0], ended[0][2]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def timed(runs, tmp_path_factory):
+    """The same runs with the spans of a laptop, so that no other work on this machine decides."""
+    folder = tmp_path_factory.mktemp("timed") / "runs"
+    shutil.copytree(runs, folder)
+    for name in PLANS:
+        run = Run.open(folder / name)
+        told = Prediction.of(run, LAPTOP)
+        shutil.rmtree(run.timeline)
+        simulate(told.workload, LAPTOP, told.plan, told.batch, steps=STEPS).timeline.write(run.timeline)
     return folder
 
 
@@ -59,18 +73,18 @@ def test_a_run_keeps_the_machines_that_it_was_told_it_is_on(runs):
 
 
 @pytest.mark.parametrize("predicted", PLANS)
-def test_the_next_prediction_is_nearer_for_the_same_plan_and_for_others(runs, predicted):
-    code, out, err = shoal(["calibrate", "dp", "--out", f"{predicted}.toml"], runs)
+def test_the_next_prediction_is_nearer_for_the_same_plan_and_for_others(timed, predicted):
+    code, out, err = shoal(["calibrate", "dp", "--out", f"{predicted}.toml"], timed)
     assert code == 0, err
     assert "compute" in out
-    assert error(runs, predicted, "--cluster", f"{predicted}.toml") < error(runs, predicted)
+    assert error(timed, predicted, "--cluster", f"{predicted}.toml") < error(timed, predicted)
 
 
-def test_several_runs_correct_together(runs):
-    code, _, err = shoal(["calibrate", *PLANS, "--out", "all.toml"], runs)
+def test_several_runs_correct_together(timed):
+    code, _, err = shoal(["calibrate", *PLANS, "--out", "all.toml"], timed)
     assert code == 0, err
-    before = sum(error(runs, name) for name in PLANS)
-    after = sum(error(runs, name, "--cluster", "all.toml") for name in PLANS)
+    before = sum(error(timed, name) for name in PLANS)
+    after = sum(error(timed, name, "--cluster", "all.toml") for name in PLANS)
     assert after < before
 
 
