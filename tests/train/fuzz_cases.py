@@ -1,8 +1,8 @@
 """Random trainings: a model, data, an optimizer, one or two Plans, and when the state is saved and loaded.
 
 A case is a function of its number. `draw_cases` chooses each among random candidates for the pairs of
-settings that it meets first. A pair that no candidate can have, such as exchange=naive with zero3, becomes a
-case too, which has to be refused by a named error.
+settings that it meets first; once all are met, for the triples. A pair that no candidate can have, such as
+exchange=naive with zero3, becomes a case too, which has to be refused by a named error.
 """
 
 from __future__ import annotations
@@ -161,19 +161,27 @@ def all_pairs() -> set[tuple[str, str, str, str]]:
 
 
 def draw_cases(count: int, seed: int = 0) -> list[Case]:
-    """Draw cases that meet pairs of settings as early as possible, and then at random."""
+    """Draw cases that meet pairs of settings as early as possible, and then triples."""
     chance = random.Random(seed)
     missing = all_pairs()
+    met: set[tuple[tuple[str, str], ...]] = set()
     cases: list[Case] = []
+
+    def news(case: Case) -> tuple[bool, int]:
+        new = pairs_of(case.settings) & missing if missing else _triples_of(case.settings) - met
+        return not case.refused, len(new)
+
     while len(cases) < count:
         wanted = chance.choice(sorted(missing)) if missing else None
-        best = max(
-            (_candidate(len(cases), chance, wanted) for _ in range(60)),
-            key=lambda case: (not case.refused, len(pairs_of(case.settings) & missing)),
-        )
+        best = max((_candidate(len(cases), chance, wanted) for _ in range(60)), key=news)
         cases.append(best)
         missing -= pairs_of(best.settings)
+        met |= _triples_of(best.settings)
     return cases
+
+
+def _triples_of(settings: Mapping[str, str]) -> set[tuple[tuple[str, str], ...]]:
+    return set(itertools.combinations(settings.items(), 3))
 
 
 def _candidate(number: int, chance: random.Random, wanted: tuple[str, str, str, str] | None) -> Case:

@@ -142,7 +142,9 @@ class ServedUpdates(Composed):
         self.mode = Mode(in_rounds=terms.has_rounds)
         self.failed = ""
         self._clip = clip if outer is None else None
-        self._copies = [(each.local.numel(), each.family.copies) for each in parallel.owned]
+        # A worker may hold several whole states, as with cp.
+        states = ranks.size // parallel.axes.parts.size
+        self._copies = [(each.local.numel(), each.family.copies * states) for each in parallel.owned]
 
     @property
     def title(self) -> str:
