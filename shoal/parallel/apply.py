@@ -31,7 +31,7 @@ from shoal.parallel.first_values import take_first_values
 from shoal.parallel.float8 import use_float8
 from shoal.parallel.hugging_face.layout import has_tensor_plan
 from shoal.parallel.hugging_face.routers import RouterLogits, gather_router_logits
-from shoal.parallel.hugging_face.sequence import refuse_labels, split_stream, use_no_cache
+from shoal.parallel.hugging_face.sequence import refuse_own_loss, split_stream, use_no_cache
 from shoal.parallel.offload.storage import Storage
 from shoal.parallel.offload.stored_activations import store_activations
 from shoal.parallel.parallel import Parallel
@@ -206,8 +206,8 @@ def _divide_layers(
             split_stream(model, layout, axes)
     if has_tensor_plan(model):
         use_no_cache(model)
-        if plan.tp * plan.cp > 1:
-            refuse_labels(model)
+        if plan.cp > 1 or (layout is not None and (plan.tensor != "plain" or layout.head is not None)):
+            refuse_own_loss(model)
         gather_router_logits(model, axes)
     context_parallel(model, axes.cp, plan.context)
     _limit_samples(model, plan.cp)

@@ -23,6 +23,7 @@ from shoal.models.experts import set_auxiliary_scale
 from shoal.parallel.axes import Axes
 from shoal.parallel.context.positions import local_sequence
 from shoal.parallel.layout import Cut
+from shoal.parallel.loss_probe import refuse_losses
 from shoal.parallel.model_probe import LARGE, Probe, cannot_probe, difference, first_floats, is_hugging_face
 from shoal.parallel.tensor.vocabulary import SplitLogits
 from shoal.plan import Plan
@@ -157,6 +158,7 @@ class DivisionProbe:
                 for seed in (0, 1):
                     wrong = self._wrong_gradients(probe, other, divided, names, length, axes, seed)
                     if not wrong:
+                        refuse_losses(self._model, probe, other, length, axes, self._plan.context)
                         return None
                 return self._refused_gradients(wrong, divided)
             except PlanError:  # a window that is shorter: the forward says so, with the user's lengths
@@ -232,8 +234,8 @@ class DivisionProbe:
     ) -> dict[str, Tensor]:
         """Return the gradients of parameters; zeros if the output does not depend on one."""
         parameters = dict(probe.module.named_parameters())
-        with probe.training() as module:
-            output = module(tokens)
+        with probe.training():
+            output = probe.call(tokens)
             split = _split_logits(output)
             found = first_floats(output if split is None else split.logits)
             if found.shape != factors.shape:
@@ -335,8 +337,8 @@ def _factors(probe: Probe, tokens: Tensor) -> Tensor | None:
     """Return a random factor for each element of the output; None if that is random in training mode."""
     outputs = []
     for seed in (0, 1):
-        with probe.training(seed=seed) as module:
-            outputs.append(first_floats(module(tokens)).detach())
+        with probe.training(seed=seed):
+            outputs.append(first_floats(probe.call(tokens)).detach())
     if difference(*outputs) > 1:
         return None
     generator = torch.Generator().manual_seed(0)
@@ -344,7 +346,12 @@ def _factors(probe: Probe, tokens: Tensor) -> Tensor | None:
 
 
 def _split_logits(output: Any) -> SplitLogits | None:
-    for each in (output, getattr(output, "logits", None)):
+    parts = tuple(output.values()) if isinstance(output, Mapping) else output
+    for each in (
+        output,
+        getattr(output, "logits", None),
+        *(parts if isinstance(parts, tuple | list) else ()),
+    ):
         if isinstance(each, SplitLogits):
             return each
     return None

@@ -14,8 +14,9 @@ fp32, relative to the largest value. What the probes look for is hundreds of tim
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
@@ -27,7 +28,15 @@ from shoal.data.generators import generators_put_aside, seed_generators
 from shoal.models.dropout import Dropout
 from shoal.models.nested import tensors_in
 
-__all__ = ["LARGE", "Probe", "cannot_probe", "difference", "first_floats", "is_hugging_face"]
+__all__ = [
+    "LARGE",
+    "Probe",
+    "cannot_probe",
+    "difference",
+    "first_floats",
+    "is_hugging_face",
+    "required_arguments",
+]
 
 _ROUNDINGS = 1 << 10
 """Sums in another order were up to 16 resolutions of fp32 apart, over 150 kinds of models."""
@@ -113,14 +122,19 @@ class Probe:
         tokens = tokens if padding is None else tokens.where(tokens != padding, (tokens + 1) % size)
         return tokens.to(self.device)
 
-    def output(self, *arguments: Any, seed: int = _SEED, **named: Any) -> Any:
+    def output(self, first: Any, *, seed: int = _SEED, named: Mapping[str, Any] | None = None) -> Any:
         """Return the copy's output, as it is."""
         with isolated(self.device, seed), _quiet(), torch.no_grad():
-            return self.module(*arguments, **named)
+            return self.call(first, named)
+
+    def call(self, first: Any, named: Mapping[str, Any] | None = None) -> Any:
+        """Return the copy's output; further arguments that its forward requires are the first one again."""
+        required = dict.fromkeys(required_arguments(self.module), first)
+        return self.module(first, **{**required, **(named or {})})
 
     @contextmanager
-    def training(self, *, seed: int = _SEED) -> Iterator[nn.Module]:
-        """Give the copy in training mode, with gradients and without dropout; its buffers come back later."""
+    def training(self, *, seed: int = _SEED) -> Iterator[None]:
+        """Compute in training mode within it, with gradients, without dropout; buffers come back after it."""
         buffers = {each: each.clone() for each in self.module.buffers()}
         rates = {each: each.p for each in self.module.modules() if isinstance(each, Dropout | _DropoutNd)}
         for layer in rates:
@@ -128,7 +142,7 @@ class Probe:
         self.module.train()
         try:
             with isolated(self.device, seed), _quiet(), torch.enable_grad():
-                yield self.module
+                yield
         finally:
             self.module.eval()
             for layer, rate in rates.items():
@@ -136,13 +150,23 @@ class Probe:
             for buffer, before in buffers.items():
                 buffer.data.copy_(before)
 
-    def run(self, *arguments: Any, seed: int = _SEED, **named: Any) -> Tensor:
+    def run(self, first: Any, *, seed: int = _SEED, named: Mapping[str, Any] | None = None) -> Tensor:
         """Return the output's first tensor of floats.
 
         Raises:
             ValueError: There is none, or it is not finite.
         """
-        return first_floats(self.output(*arguments, seed=seed, **named))
+        return first_floats(self.output(first, seed=seed, named=named))
+
+
+def required_arguments(model: nn.Module) -> list[str]:
+    """Return the names of the arguments that a model's forward requires, except the first one."""
+    others = list(inspect.signature(model.forward).parameters.values())[1:]
+    return [
+        each.name
+        for each in others
+        if each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+    ]
 
 
 def first_floats(output: Any) -> Tensor:
