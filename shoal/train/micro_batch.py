@@ -169,18 +169,9 @@ class Reader:
         arguments, named, targets, loss = self._parts(batch, is_cut=plan.tp * plan.cp * plan.pp > 1)
         self._require_taken(arguments, named)
         self._require_documents(batch, named)
-        length = next((each.shape[1] for each in tensors_in((arguments, named)) if each.dim() > 1), None)
-
-        def part(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.dim() < 2 or tensor.shape[1] != length:
-                return tensor
-            return parallel.local_sequence(tensor)
-
         if parallel.axes.cp.size > 1:
-            whole = {_POSITIONS: named[_POSITIONS]} if _POSITIONS in named else {}
-            arguments, named, targets = map_tensors(part, (arguments, named, targets))
-            named = {**named, **whole}  # a rank's attention has to know the documents of the whole sample
-            batch = map_tensors(part, batch)
+            arguments, named, targets = parallel.local_sequence((arguments, named, targets))
+            batch = parallel.local_sequence(batch)
         count = self._count(batch, targets, loss)
         if count is None or (all_count and self._counted is None):
             return MicroBatch(arguments, named, targets, loss, samples, may_differ=False)
