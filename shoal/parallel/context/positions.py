@@ -101,10 +101,10 @@ def local_sequence(tensor: Tensor, axis: Axis, attention: str, *, dim: int = 1) 
 
 
 def whole_sequence(part: Tensor, axis: Axis, attention: str) -> Tensor:
-    """Return the whole `[batch, seq]` of which each rank has a part; all ranks of the axis call it together.
+    """Return the whole `[batch, seq, ...]` of which each rank has a part; all ranks of the axis call it.
 
     Args:
-        part: This rank's part, `[batch, seq / axis.size]`, as `local_sequence` cuts it.
+        part: This rank's part, `[batch, seq / axis.size, ...]`, as `local_sequence` cuts it.
         axis: The context axis.
         attention: A name in `POSITIONS`.
     """
@@ -113,7 +113,7 @@ def whole_sequence(part: Tensor, axis: Axis, attention: str) -> Tensor:
     axis.all_gather(parts, "tokens").wait()
     seq = part.shape[1] * axis.size
     held = [POSITIONS[attention](seq, axis.size, index, part.device) for index in range(axis.size)]
-    return parts.transpose(0, 1).flatten(1)[:, torch.cat(held).argsort()]
+    return parts.transpose(0, 1).flatten(1, 2)[:, torch.cat(held).argsort()]
 
 
 def local_sequences(batch: Batch, axis: Axis, attention: str) -> Batch:
