@@ -21,7 +21,7 @@ from shoal.parallel.context.positions import local_sequence
 from shoal.parallel.hugging_face.layout import has_tensor_plan
 from shoal.parallel.model_probe import Probe, difference, required_arguments
 
-__all__ = ["refuse_losses"]
+__all__ = ["ignores_first_label", "refuse_losses"]
 
 
 def refuse_losses(
@@ -59,6 +59,26 @@ def refuse_losses(
             differs.all()
         ):  # rounding may send a token to another expert, but not for other tokens as well
             model.register_forward_pre_hook(_Refusal(model, name), with_kwargs=True)
+
+
+def ignores_first_label(model: nn.Module) -> bool:
+    """Return whether the loss that a model computes of `labels` leaves out the first of each sample.
+
+    So does one that predicts each label from the tokens before it. False for a model that cannot be asked.
+    """
+    if "labels" not in inspect.signature(model.forward).parameters:
+        return False
+    try:
+        probe = Probe(model, next(model.parameters()).device)
+        tokens, labels = probe.inputs(16, 0), probe.inputs(16, 2)
+        losses = []
+        for left_out in ([], [0], [-1]):
+            given = labels.clone()
+            given[:, left_out] = -100
+            losses.append(_numbers(probe.output(tokens, named={"labels": given}))[-1])
+    except Exception:  # it takes no tokens, or has no such loss
+        return False
+    return difference(losses[1], losses[0]) <= 1 < difference(losses[2], losses[0])
 
 
 def _loss_of(probe: Probe, name: str, length: int, seed: int) -> list[Tensor]:

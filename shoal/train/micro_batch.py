@@ -23,8 +23,9 @@ times the model's coefficient, as the model adds it to its own loss; one's own `
 A causal model of Hugging Face computes its own loss of `labels` from whole sequences and whole logits. If a
 Plan cuts these, the labels are shifted here, and `next_token_loss` computes an equal loss from the parts.
 
-The number of elements in a mean loss: integer targets count if they are not -100; with all other targets each
-sample counts as one. `counted` overrides this.
+The number of elements in a mean loss: integer targets count if they are not -100, except the first label of a
+sample if the model's own loss leaves it out; with all other targets each sample counts as one. `counted`
+overrides this.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from shoal.models.loss import IGNORED, cross_entropy
 from shoal.models.nested import map_tensors, tensors_in
 from shoal.parallel import Parallel
 from shoal.parallel.documents import DocumentsGuard
+from shoal.parallel.loss_probe import ignores_first_label
 
 __all__ = ["Counted", "Loss", "MicroBatch", "Reader", "auxiliary_coefficient"]
 
@@ -137,6 +139,9 @@ class Reader:
         self._next_token_loss: Loss = partial(self._with_auxiliary, next_token_loss)
         self._counted = counted
         self._shifts = _shifts_labels(model)
+        self._is_first_left_out = self._shifts
+        if loss is None and counted is None and not hasattr(model, "loss_type"):  # not of transformers
+            self._is_first_left_out = ignores_first_label(model)
         self._name = type(model).__name__
         self._takes = inspect.signature(model.forward)
         self._documents = DocumentsGuard(model)
@@ -247,7 +252,7 @@ class Reader:
             counted = batch.get("shift_labels")
             if counted is None:
                 counted = batch.get("labels")
-                if self._shifts and isinstance(counted, torch.Tensor) and counted.dim() > 1:
+                if self._is_first_left_out and isinstance(counted, torch.Tensor) and counted.dim() > 1:
                     counted = counted[..., 1:]
         if not isinstance(counted, torch.Tensor) or not _is_integer(counted):
             return None
