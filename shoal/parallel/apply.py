@@ -24,14 +24,14 @@ from shoal.parallel.data.resident import resident
 from shoal.parallel.data.strategy import Setup, Strategy
 from shoal.parallel.data.zero3 import zero3
 from shoal.parallel.device_memory import memory_of_a_rank
-from shoal.parallel.division_probe import DivisionProbe
+from shoal.parallel.division_probe import Divided, DivisionProbe
 from shoal.parallel.exchange.compressing import Compressing
 from shoal.parallel.expert.expert import cut_experts, expert_parallel, require_experts
 from shoal.parallel.first_values import take_first_values
 from shoal.parallel.float8 import use_float8
 from shoal.parallel.hugging_face.layout import has_tensor_plan
 from shoal.parallel.hugging_face.routers import RouterLogits, gather_router_logits
-from shoal.parallel.hugging_face.sequence import refuse_labels, split_stream, use_no_cache
+from shoal.parallel.hugging_face.sequence import refuse_own_loss, split_stream, use_no_cache
 from shoal.parallel.offload.storage import Storage
 from shoal.parallel.offload.stored_activations import store_activations
 from shoal.parallel.parallel import Parallel
@@ -206,8 +206,8 @@ def _divide_layers(
             split_stream(model, layout, axes)
     if has_tensor_plan(model):
         use_no_cache(model)
-        if plan.tp * plan.cp > 1:
-            refuse_labels(model)
+        if plan.cp > 1 or (layout is not None and (plan.tensor != "plain" or layout.head is not None)):
+            refuse_own_loss(model)
         gather_router_logits(model, axes)
     context_parallel(model, axes.cp, plan.context)
     _limit_samples(model, plan.cp)
@@ -219,17 +219,20 @@ def _divide_layers(
     )
 
 
-def _divide_copy(model: nn.Module, axes: Axes, *, plan: Plan, layout: TensorLayout | None) -> None:
+def _divide_copy(model: nn.Module, axes: Axes, *, plan: Plan, layout: TensorLayout | None) -> Divided:
     """Cut the parameters of a copy of the model, and divide its layers among the ranks."""
-    split = TensorCuts({}, {})
+    split, narrowed = TensorCuts({}, {}), frozenset[str]()
     if plan.tp > 1:
         layout = layout_of(model) if layout is None else layout  # the copy may have fewer layers
         split = cut_tensors(model, layout, plan, axes.tp.index)
-    cuts = {**split.cuts, **(cut_experts(model, axes.ep) if plan.ep > 1 else {})}
+        narrowed = layout.partial_of(name for name, _ in model.named_parameters()).union(split.narrowed)
+    experts = cut_experts(model, axes.ep) if plan.ep > 1 else {}
     for name, parameter in model.named_parameters():
-        if name in cuts:
-            parameter.data = cuts[name].of(parameter.data).contiguous()
+        cut = {**split.cuts, **experts}.get(name)
+        if cut is not None:
+            parameter.data = cut.of(parameter.data).contiguous()
     _divide_layers(model, plan, axes, layout, split, None)
+    return Divided(split.cuts, narrowed, frozenset(experts))
 
 
 def _cast_frozen(model: nn.Module, dtype: torch.dtype, in_fp32: frozenset[str]) -> None:

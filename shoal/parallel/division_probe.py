@@ -1,34 +1,60 @@
-"""Whether layers that are divided among ranks compute what one device does: a small forward tells.
+"""Whether layers that are divided among ranks compute what one device does: a small backward tells.
 
 Context parallelism is right where attention alone mixes a sequence and every position is counted from the
-whole, and so is tensor parallelism that splits the sequence. No list of layers knows that of every model. So
-all ranks run a copy of the model, first alone and then divided as the model will be, and compare the outputs.
-Shoal's own transformer is not asked.
+whole, and so is tensor parallelism that splits the sequence. A parameter that every rank of tensor
+parallelism has whole gets its whole gradient only if it works on all features, or if its ranks' gradients
+are summed. No list of layers knows that of every model. So all ranks run a copy of the model, first alone and
+then divided as the model will be, and compare the outputs, and then the gradients in training mode. Shoal's
+own transformer is not asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.errors import ModelError, PlanError, UserError
 from shoal.models import Transformer
+from shoal.models.experts import set_auxiliary_scale
 from shoal.parallel.axes import Axes
 from shoal.parallel.context.positions import local_sequence
-from shoal.parallel.model_probe import Probe, cannot_probe, difference, first_floats, is_hugging_face
+from shoal.parallel.layout import Cut
+from shoal.parallel.loss_probe import refuse_losses
+from shoal.parallel.model_probe import LARGE, Probe, cannot_probe, difference, first_floats, is_hugging_face
 from shoal.parallel.tensor.vocabulary import SplitLogits
 from shoal.plan import Plan
 
-__all__ = ["DivisionProbe"]
+__all__ = ["Divided", "DivisionProbe"]
 
 _LENGTH = 16
 """Tokens of a sample, about; some models take no more, and attention may have a window."""
 
-Divide = Callable[[nn.Module, Axes], None]
+_SHORT = 1 << 34
+"""Parameters times tokens of a forward that takes about a second on one core."""
+
+_OF_ITS_OWN, _OF_ALL = 1e-2, 1e-5
+"""Rounding moves a gradient by less than this share of its largest element, or of that of all gradients."""
+
+
+class Divided(NamedTuple):
+    """The parameters of a model that is divided among the ranks, by name.
+
+    Attributes:
+        cuts: This rank's block of each parameter that tensor parallelism cuts.
+        narrowed: The parameters that ranks of tensor parallelism have whole, and compute with a part.
+        experts: The parameters of which expert parallelism gives each rank some.
+    """
+
+    cuts: Mapping[str, Cut]
+    narrowed: frozenset[str]
+    experts: frozenset[str]
+
+
+Divide = Callable[[nn.Module, Axes], Divided]
 """Cuts the parameters of a model and divides its layers among the ranks, in place."""
 
 
@@ -50,7 +76,7 @@ class DivisionProbe:
         self._probe: Probe | None = None
         self._unknown: Exception | None = None
         self._splits_stream = plan.tp > 1 and plan.tensor != "plain"
-        if type(model) is not Transformer and (plan.cp > 1 or self._splits_stream):
+        if type(model) is not Transformer and plan.cp * plan.tp > 1:
             try:
                 self._probe = Probe(model, device)
             except Exception as error:  # whatever the model's own code raises
@@ -77,8 +103,9 @@ class DivisionProbe:
             except Exception as error:  # whatever the model's own code raises
                 self._unknown = error
             else:
-                if self._differs(self._probe, lengths, axes, divide):
-                    raise self._refused()
+                refusal = self._difference(self._probe, lengths, axes, divide)
+                if refusal is not None:
+                    raise refusal
         if self._unknown is not None and axes.world.index == 0:
             cannot_probe(self._model, f"it computes the same under {self._plan}", self._unknown)
 
@@ -99,25 +126,41 @@ class DivisionProbe:
             raise first
         return taken
 
+    def _own_length(self, probe: Probe, lengths: list[int]) -> int | None:
+        """Return the length of the user's samples, if a forward of one takes less than about a second."""
+        size = sum(parameter.numel() for parameter in probe.module.parameters())
+        length = self._sequence
+        return length if length in lengths and length * size <= _SHORT else None
+
     def _share_values(self, probe: Probe, axes: Axes) -> None:
         """Give all ranks rank 0's values, as the model will have."""
         tensors = () if probe.is_new else (*probe.module.parameters(), *probe.module.buffers())
         for pending in [axes.world.broadcast(each.data, "probe") for each in tensors]:
             pending.wait()
 
-    def _differs(
+    def _difference(
         self,
         probe: Probe,
         lengths: list[int],
         axes: Axes,
         divide: Divide,
-    ) -> bool:
+    ) -> UserError | None:
         other = probe.copy()
-        divide(other.module, axes)
+        divided = divide(other.module, axes)
+        names = _require_few_gradients(probe, other, divided)
         for length in lengths:
             try:
                 # Rounding may send a token to another expert, but not for other tokens as well.
-                return all(self._differs_at(probe, other, length, axes, seed) for seed in (0, 1))
+                for each in dict.fromkeys([length, self._own_length(probe, lengths) or length]):
+                    if all(self._differs_at(probe, other, each, axes, seed) for seed in (0, 1)):
+                        return self._refused()
+                wrong: list[str] = []
+                for seed in (0, 1):
+                    wrong = self._wrong_gradients(probe, other, divided, names, length, axes, seed)
+                    if not wrong:
+                        refuse_losses(self._model, probe, other, length, axes, self._plan.context)
+                        return None
+                return self._refused_gradients(wrong, divided)
             except PlanError:  # a window that is shorter: the forward says so, with the user's lengths
                 continue
             except UserError:
@@ -126,8 +169,8 @@ class DivisionProbe:
                 if is_hugging_face(self._model):
                     raise self._refused(f"raises {type(error).__name__}: {error}") from error
                 self._unknown = error
-                return False
-        return False
+                return None
+        return None
 
     def _differs_at(self, probe: Probe, other: Probe, length: int, axes: Axes, seed: int) -> bool:
         tokens = probe.inputs(length, seed)
@@ -146,6 +189,93 @@ class DivisionProbe:
         axes.world.all_reduce(differs, "probe").wait()
         return bool(differs)
 
+    def _wrong_gradients(
+        self,
+        probe: Probe,
+        other: Probe,
+        divided: Divided,
+        names: Sequence[str],
+        length: int,
+        axes: Axes,
+        seed: int,
+    ) -> list[str]:
+        """Return the parameters whose gradients over ranks differ from one device's, in training mode.
+
+        The loss is a sum of the output with fixed random factors, so that a rank's part of it is the sum over
+        its part of the output. A model that draws random numbers beside dropout is not asked.
+        """
+        tokens = probe.inputs(length, seed)
+        factors = _factors(probe, tokens)
+        if factors is None:
+            return []
+        expected = self._gradients(probe, tokens, factors, names)
+        part = local_sequence(tokens, axes.cp, self._plan.context)
+        if axes.cp.size > 1 and factors.dim() > 1 and factors.shape[1] == length:
+            factors = local_sequence(factors, axes.cp, self._plan.context)
+        found = self._gradients(other, part, factors, names)
+        largest = max((float(each.abs().max()) for each in expected.values() if each.numel()), default=0.0)
+        differs = torch.zeros(len(names), device=probe.device)
+        for number, name in enumerate(names):
+            axes.cp.all_reduce(found[name], "probe").wait()
+            if name not in divided.cuts:
+                axes.tp.all_reduce(found[name], "probe").wait()
+                is_sum = self._splits_stream or name in divided.narrowed
+                found[name] /= 1 if is_sum else axes.tp.size
+            cut = divided.cuts.get(name)
+            right = expected[name] if cut is None else cut.of(expected[name])
+            own = float(right.abs().max()) if right.numel() else 0.0
+            limit = _OF_ITS_OWN * own + _OF_ALL * largest
+            differs[number] = float((found[name] - right).abs().max() > limit) if right.numel() else 0.0
+        axes.world.all_reduce(differs, "probe").wait()
+        return [name for name, each in zip(names, differs.tolist(), strict=True) if each]
+
+    def _gradients(
+        self, probe: Probe, tokens: Tensor, factors: Tensor, names: Sequence[str]
+    ) -> dict[str, Tensor]:
+        """Return the gradients of parameters; zeros if the output does not depend on one."""
+        parameters = dict(probe.module.named_parameters())
+        with probe.training():
+            output = probe.call(tokens)
+            split = _split_logits(output)
+            found = first_floats(output if split is None else split.logits)
+            if found.shape != factors.shape:
+                raise ValueError(f"its output {list(found.shape)} has no place in {list(factors.shape)}")
+            (found * factors).sum().backward()
+        gradients = {}
+        for name in names:
+            gradient = parameters[name].grad
+            parameters[name].grad = None
+            gradients[name] = (
+                torch.zeros_like(parameters[name]) if gradient is None else gradient.contiguous()
+            )
+        return gradients
+
+    def _refused_gradients(self, names: Sequence[str], divided: Divided) -> UserError:
+        plan, shown = self._plan, names[0]
+        others = f", and so do those of {len(names) - 1} others" if len(names) > 1 else ""
+        given = (
+            f"{type(self._model).__name__} cannot be trained under {plan}: the gradient of {shown} over "
+            f"ranks differs from one device's{others}"
+        )
+        whole = [name for name in names if name not in divided.cuts]
+        if plan.cp == 1 and self._splits_stream:
+            return PlanError(
+                given,
+                possible="tensor=plain, or a model in which only what the layout splits mixes the sequence, "
+                "and whose other parameters work on a part of the sequence",
+                change="add tensor=plain",
+            )
+        if plan.cp == 1 and whole:
+            return ModelError(
+                given,
+                possible="parameters that work on all heads and features; in the layout's `partial` those "
+                "that work on a rank's own",
+                change=f"take {whole[0]!r} out of the TensorLayout's `partial`"
+                if whole[0] in divided.narrowed
+                else f"add {whole[0]!r} to the TensorLayout's `partial`",
+            )
+        return self._refused(f"differs from one device's in training, and so does the gradient of {shown}")
+
     def _refused(self, problem: str = "differs from one device's") -> UserError:
         name, plan = type(self._model).__name__, self._plan
         if plan.cp > 1:
@@ -155,6 +285,13 @@ class DivisionProbe:
                 "transformers' AttentionInterface, and positions are those of the whole sequence",
                 change="leave out cp"
                 + ("; if that does not help, add tensor=plain" if self._splits_stream else ""),
+            )
+        if not self._splits_stream:
+            return ModelError(
+                f"{name} cannot run under tensor parallelism: its output over ranks {problem}",
+                possible="a TensorLayout whose layers are split by outputs and then by inputs, with only "
+                "what treats heads and features apart between them",
+                change="correct the model's TensorLayout, or leave out tp",
             )
         return PlanError(
             f"tensor={plan.tensor} splits the sequence of {name} between blocks, and its output over ranks "
@@ -176,8 +313,45 @@ def _unrecorded(axes: Axes) -> Axes:
     )
 
 
+def _require_few_gradients(probe: Probe, other: Probe, divided: Divided) -> list[str]:
+    """Return the trained parameters whose gradients are compared, and make both copies compute only these.
+
+    The smallest come first, as long as their gradients have room: what is divided wrongly in a large model is
+    mostly a vector. Experts' gradients are not compared.
+    """
+    set_auxiliary_scale(probe.module, 0.0)
+    set_auxiliary_scale(other.module, 0.0)
+    sizes = {name: each.numel() for name, each in probe.module.named_parameters() if each.requires_grad}
+    names, total = [], 0
+    for name in sorted(sizes, key=lambda name: (sizes[name], name)):
+        total += sizes[name]
+        if total <= LARGE and name not in divided.experts:
+            names.append(name)
+    for module in (probe.module, other.module):
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name in names)
+    return [name for name in sizes if name in names]
+
+
+def _factors(probe: Probe, tokens: Tensor) -> Tensor | None:
+    """Return a random factor for each element of the output; None if that is random in training mode."""
+    outputs = []
+    for seed in (0, 1):
+        with probe.training(seed=seed):
+            outputs.append(first_floats(probe.call(tokens)).detach())
+    if difference(*outputs) > 1:
+        return None
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(outputs[0].shape, generator=generator).to(probe.device)
+
+
 def _split_logits(output: Any) -> SplitLogits | None:
-    for each in (output, getattr(output, "logits", None)):
+    parts = tuple(output.values()) if isinstance(output, Mapping) else output
+    for each in (
+        output,
+        getattr(output, "logits", None),
+        *(parts if isinstance(parts, tuple | list) else ()),
+    ):
         if isinstance(each, SplitLogits):
             return each
     return None

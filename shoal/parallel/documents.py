@@ -154,16 +154,16 @@ def _problem_with(probe: Probe, before: int, after: int, *, seed: int) -> str:
     other = probe.changed(tokens)
     positions = torch.cat([torch.arange(before), torch.arange(after)])[None].to(tokens.device)
     parts = (slice(0, before), slice(before, before + after))
-    packed = probe.run(tokens, position_ids=positions)
+    packed = probe.run(tokens, named={_POSITIONS: positions})
     if packed.dim() < 2 or packed.shape[1] != before + after:
         raise ValueError(f"its output {list(packed.shape)} has no dim of {before + after} positions")
     for changed, kept in (parts, parts[::-1]):
         mixed = tokens.clone()
         mixed[:, changed] = other[:, changed]
-        found = probe.run(mixed, position_ids=positions)
+        found = probe.run(mixed, named={_POSITIONS: positions})
         if difference(found[:, kept], packed[:, kept]) > 1:
             return "its output for one document changes with another"
-    if difference(probe.run(tokens, position_ids=positions, seed=1), packed) > 1:
+    if difference(probe.run(tokens, named={_POSITIONS: positions}, seed=1), packed) > 1:
         return ""  # it draws random numbers, other ones for other shapes
     for kept in parts:
         alone = _alone(probe, tokens[:, kept], positions[:, kept])
@@ -176,7 +176,7 @@ def _alone(probe: Probe, tokens: Tensor, positions: Tensor) -> Tensor | None:
     named: list[dict[str, Any]] = [{}, {_POSITIONS: positions}]
     for each in named:
         try:
-            return probe.run(tokens, **each)
+            return probe.run(tokens, named=each)
         except Exception:  # it needs positions, or takes one length only
             continue
     return None

@@ -2,10 +2,10 @@
 
 What a model mixes along a sequence stands in its code, which nobody can list. So it is asked: a forward of
 some tokens, and the same forward with a change. These forwards leave no trace. They run on a copy, without
-the user's hooks, in evaluation mode, without gradients and with random generators that are put aside. The
-copy shares the model's values and nothing else; values that are all zero, which would hide what lies behind
-them, are random in the copy. A Hugging Face model that is large or has no values yet is represented by a
-smaller one of its class and configuration.
+the user's hooks, with random generators that are put aside: in evaluation mode without gradients, or in
+training mode without dropout. The copy shares the model's values and nothing else; values that are all zero,
+which would hide what lies behind them, are random in the copy. A Hugging Face model that is large or has no
+values yet is represented by a smaller one of its class and configuration.
 
 Results count as equal if they differ by less than rounding can explain: `_ROUNDINGS` times the resolution of
 fp32, relative to the largest value. What the probes look for is hundreds of times larger.
@@ -14,23 +14,34 @@ fp32, relative to the largest value. What the probes look for is hundreds of tim
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from shoal.data.generators import generators_put_aside, seed_generators
+from shoal.models.dropout import Dropout
 from shoal.models.nested import tensors_in
 
-__all__ = ["Probe", "cannot_probe", "difference", "first_floats", "is_hugging_face"]
+__all__ = [
+    "LARGE",
+    "Probe",
+    "cannot_probe",
+    "difference",
+    "first_floats",
+    "is_hugging_face",
+    "required_arguments",
+]
 
 _ROUNDINGS = 1 << 10
 """Sums in another order were up to 16 resolutions of fp32 apart, over 150 kinds of models."""
 
-_LARGE = 1 << 26
+LARGE = 1 << 26
 """Parameters above which a smaller model represents one of Hugging Face: its forward takes a second."""
 
 _DEVIATION = 0.02
@@ -69,11 +80,11 @@ class Probe:
         with isolated(device), _quiet(), torch.no_grad():
             is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
             size = sum(parameter.numel() for parameter in model.parameters())
-            self.is_new = is_hugging_face(model) and (anew or is_meta or size > _LARGE)
+            self.is_new = is_hugging_face(model) and (anew or is_meta or size > LARGE)
             if self.is_new:
                 made = _like(model)
             elif is_meta:
-                if size > _LARGE:
+                if size > LARGE:
                     raise ValueError(f"{size} parameters are on the meta device, too many for one rank")
                 made = _filled(model, device)
             else:
@@ -111,18 +122,51 @@ class Probe:
         tokens = tokens if padding is None else tokens.where(tokens != padding, (tokens + 1) % size)
         return tokens.to(self.device)
 
-    def output(self, *arguments: Any, seed: int = _SEED, **named: Any) -> Any:
+    def output(self, first: Any, *, seed: int = _SEED, named: Mapping[str, Any] | None = None) -> Any:
         """Return the copy's output, as it is."""
         with isolated(self.device, seed), _quiet(), torch.no_grad():
-            return self.module(*arguments, **named)
+            return self.call(first, named)
 
-    def run(self, *arguments: Any, seed: int = _SEED, **named: Any) -> Tensor:
+    def call(self, first: Any, named: Mapping[str, Any] | None = None) -> Any:
+        """Return the copy's output; further arguments that its forward requires are the first one again."""
+        required = dict.fromkeys(required_arguments(self.module), first)
+        return self.module(first, **{**required, **(named or {})})
+
+    @contextmanager
+    def training(self, *, seed: int = _SEED) -> Iterator[None]:
+        """Compute in training mode within it, with gradients, without dropout; buffers come back after it."""
+        buffers = {each: each.clone() for each in self.module.buffers()}
+        rates = {each: each.p for each in self.module.modules() if isinstance(each, Dropout | _DropoutNd)}
+        for layer in rates:
+            layer.p = 0.0
+        self.module.train()
+        try:
+            with isolated(self.device, seed), _quiet(), torch.enable_grad():
+                yield
+        finally:
+            self.module.eval()
+            for layer, rate in rates.items():
+                layer.p = rate
+            for buffer, before in buffers.items():
+                buffer.data.copy_(before)
+
+    def run(self, first: Any, *, seed: int = _SEED, named: Mapping[str, Any] | None = None) -> Tensor:
         """Return the output's first tensor of floats.
 
         Raises:
             ValueError: There is none, or it is not finite.
         """
-        return first_floats(self.output(*arguments, seed=seed, **named))
+        return first_floats(self.output(first, seed=seed, named=named))
+
+
+def required_arguments(model: nn.Module) -> list[str]:
+    """Return the names of the arguments that a model's forward requires, except the first one."""
+    others = list(inspect.signature(model.forward).parameters.values())[1:]
+    return [
+        each.name
+        for each in others
+        if each.default is each.empty and each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
+    ]
 
 
 def first_floats(output: Any) -> Tensor:
@@ -233,9 +277,9 @@ def _like(model: Any) -> nn.Module:
     config = copy.deepcopy(model.config)
     config._attn_implementation = None  # fused kernels take no fp32; attention over ranks is not laid out
     make: Callable[[Any], nn.Module] = type(model)
-    if _size(make, config) > _LARGE:
+    if _size(make, config) > LARGE:
         _shrink(config)
-        if (size := _size(make, config)) > 8 * _LARGE:
+        if (size := _size(make, config)) > 8 * LARGE:
             raise ValueError(f"it has {size} parameters even with few layers")
     return make(config)
 

@@ -93,8 +93,8 @@ class Execution:
         self._meet()
         self._run = Run.open(job.path)
         begins = 0 if role is None else role.first_rank
-        look_at_host(self._run, world, unit=begins, replaces_ranks=membership is not None)
-        self._alive = AliveLock(self._run.alive_file) if self._is_first else None
+        look_at_host(self._run, world, unit=begins, replaces_ranks=(is_member := membership is not None))
+        self._alive = AliveLock(self._run.alive_file, waits=is_member) if self._is_first else None
         self._time = TimeAccount(self._run, job.launched, job.processes, self._is_first, self._take_account)
         marks, record, number, run = Marks(), self._config.record, self._number, self._run
         first, say = number - world.rank, self._live.say

@@ -23,8 +23,9 @@ times the model's coefficient, as the model adds it to its own loss; one's own `
 A causal model of Hugging Face computes its own loss of `labels` from whole sequences and whole logits. If a
 Plan cuts these, the labels are shifted here, and `next_token_loss` computes an equal loss from the parts.
 
-The number of elements in a mean loss: integer targets count if they are not -100; with all other targets each
-sample counts as one. `counted` overrides this.
+The number of elements in a mean loss: integer targets count if they are not -100, except the first label of a
+sample if the model's own loss leaves it out; with all other targets each sample counts as one. `counted`
+overrides this.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from shoal.models.loss import IGNORED, cross_entropy
 from shoal.models.nested import map_tensors, tensors_in
 from shoal.parallel import Parallel
 from shoal.parallel.documents import DocumentsGuard
+from shoal.parallel.loss_probe import ignores_first_label
 
 __all__ = ["Counted", "Loss", "MicroBatch", "Reader", "auxiliary_coefficient"]
 
@@ -137,6 +139,9 @@ class Reader:
         self._next_token_loss: Loss = partial(self._with_auxiliary, next_token_loss)
         self._counted = counted
         self._shifts = _shifts_labels(model)
+        self._is_first_left_out = self._shifts
+        if loss is None and counted is None and not hasattr(model, "loss_type"):  # not of transformers
+            self._is_first_left_out = ignores_first_label(model)
         self._name = type(model).__name__
         self._takes = inspect.signature(model.forward)
         self._documents = DocumentsGuard(model)
@@ -169,18 +174,9 @@ class Reader:
         arguments, named, targets, loss = self._parts(batch, is_cut=plan.tp * plan.cp * plan.pp > 1)
         self._require_taken(arguments, named)
         self._require_documents(batch, named)
-        length = next((each.shape[1] for each in tensors_in((arguments, named)) if each.dim() > 1), None)
-
-        def part(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor.dim() < 2 or tensor.shape[1] != length:
-                return tensor
-            return parallel.local_sequence(tensor)
-
         if parallel.axes.cp.size > 1:
-            whole = {_POSITIONS: named[_POSITIONS]} if _POSITIONS in named else {}
-            arguments, named, targets = map_tensors(part, (arguments, named, targets))
-            named = {**named, **whole}  # a rank's attention has to know the documents of the whole sample
-            batch = map_tensors(part, batch)
+            arguments, named, targets = parallel.local_sequence((arguments, named, targets))
+            batch = parallel.local_sequence(batch)
         count = self._count(batch, targets, loss)
         if count is None or (all_count and self._counted is None):
             return MicroBatch(arguments, named, targets, loss, samples, may_differ=False)
@@ -256,7 +252,7 @@ class Reader:
             counted = batch.get("shift_labels")
             if counted is None:
                 counted = batch.get("labels")
-                if self._shifts and isinstance(counted, torch.Tensor) and counted.dim() > 1:
+                if self._is_first_left_out and isinstance(counted, torch.Tensor) and counted.dim() > 1:
                     counted = counted[..., 1:]
         if not isinstance(counted, torch.Tensor) or not _is_integer(counted):
             return None

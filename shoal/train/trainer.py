@@ -27,6 +27,7 @@ from shoal.train.buffers import ChangingBuffers
 from shoal.train.compiling import with_compile
 from shoal.train.config import OptimizerConfig
 from shoal.train.curvature import Curvature
+from shoal.train.divided_loss import require_divided_loss
 from shoal.train.evaluate import Evaluation, Evaluator
 from shoal.train.guide import guide_of
 from shoal.train.held_out import HeldOut, accuracy, values_on
@@ -106,8 +107,8 @@ class Trainer:
     Raises:
         PlanError: The Plan does not fit the ranks or the batch.
         ConfigError: The optimizer cannot be made.
-        DataError: The data cannot be read by number.
-        RunError: The directory of the Run holds something else.
+        DataError, RunError: The data cannot be read by number; the directory of the Run holds something else.
+        ModelError: The model, or the loss, computes something else under the Plan.
     """
 
     def __init__(
@@ -170,8 +171,9 @@ class Trainer:
         )
         if self.parallel.plan.compile == "blocks":
             self._reader.compile_loss(compiled)
-        if isinstance(model, Transformer) and self._reader.is_default_loss:
+        if is_own := isinstance(model, Transformer) and self._reader.is_default_loss:
             limit_logits(model, self.plan, self._device)
+        require_divided_loss(self.parallel, self._reader, samples, seed)
         self._listeners.laid_out(self.parallel.plan)
         self.optimizer = build_optimizer(self.parallel, self.config, of_all, make_optimizer)
         if servers is not None:
@@ -179,10 +181,9 @@ class Trainer:
             self.optimizer = serve_optimizer(self.parallel, self.optimizer, self.config, *given)
         axes, number = self.parallel.axes, of_all // batch
         self.workers = Workers(self.optimizer, number, steps, batch, axes=axes, seed=seed)
-        text = str(self.plan if servers is None else whole)
         replicas = Replicas(self.parallel, compare_replicas)
         laid_out = self.parallel, self.optimizer, self.coordinator, replicas
-        self.saved = SavedTraining(*laid_out, plan=text, seed=seed)
+        self.saved = SavedTraining(*laid_out, plan=str(self.plan if servers is None else whole), seed=seed)
         self.saves = Saves(self.saved, self._listeners.saved, self._recorder, self.coordinator)
         microbatch = self.plan.microbatch
         inputs = self.parallel, self._loader, self._reader, self._recorder
@@ -201,7 +202,6 @@ class Trainer:
         )
         self._explainer = Explainer(self.parallel, self._loader, names, microbatch)
         self._evaluator = Evaluator(self.parallel, self._reader, self._recorder, seed, microbatch)
-        is_own = isinstance(model, Transformer) and self._reader.is_default_loss
         tasks = {"accuracy": accuracy} if is_own else {}
         self._guide = guide_of(
             self.optimizer,

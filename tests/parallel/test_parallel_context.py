@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from shoal.parallel.context.positions import (
     POSITIONS,
     contiguous_positions,
     local_sequence,
+    local_sequences,
     require_sequence,
     zigzag_positions,
 )
@@ -78,6 +80,31 @@ def test_tokens_are_cut_along_the_sequence_in_the_order_of_the_positions():
     tokens = torch.arange(32).view(2, 16)
     part = local_sequence(tokens, axis_of(4, 1), "ring")
     assert part.tolist() == [[2, 3, 12, 13], [18, 19, 28, 29]]
+
+
+@dataclass(slots=True)
+class Packed:
+    tokens: torch.Tensor
+    position_ids: torch.Tensor
+
+
+def test_a_batch_is_cut_by_its_tokens_wherever_they_are_and_positions_stay_whole():
+    tokens, positions = torch.arange(16).view(2, 8), torch.arange(8).repeat(2, 1)
+    image, features = torch.ones(2, 3, 4, 4), torch.ones(2, 4)
+    part, axis = local_sequence(tokens, axis_of(2, 1), "ring"), axis_of(2, 1)
+    named = {"image": image, "features": features, "position_ids": positions, "input_ids": tokens}
+    for batch in (named, {"inner": (named, tokens)}, [features, Packed(tokens, positions)]):
+        cut = local_sequences(batch, axis, "ring")
+        before, after = tree_leaves(_plain(batch)), tree_leaves(_plain(cut))
+        for old, new in zip(before, after, strict=True):
+            assert torch.equal(new, part if old is tokens else old)
+
+
+def _plain(batch):
+    """The batch with dicts in place of dataclasses, which torch's trees do not open."""
+    if isinstance(batch, Packed):
+        return {"tokens": batch.tokens, "position_ids": batch.position_ids}
+    return [_plain(each) for each in batch] if isinstance(batch, list) else batch
 
 
 # -- attention ---------------------------------------------------------------------------------------

@@ -274,7 +274,7 @@ def test_checkpoints_beyond_those_to_keep_are_deleted(train, tmp_path):
 def test_the_loaded_model_has_the_validation_loss_that_the_run_measured(train, tmp_path):
     train("--run", "run", "--plan", "shard=zero3", *settings(steps=6), on=2)
     run = Run.open(tmp_path / "run")
-    model, config = load_model(run.path, print)
+    model, config = load_model(run.path)
     samples = prepare(config.data).samples("validation", config.sequence)
     inputs, targets = samples.batch(torch.arange(min(8, len(samples))).numpy())
     with torch.no_grad():

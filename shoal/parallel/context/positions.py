@@ -8,7 +8,8 @@ holds chunk i from the beginning and chunk i from the end ("zigzag": Llama 3, ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -100,10 +101,10 @@ def local_sequence(tensor: Tensor, axis: Axis, attention: str, *, dim: int = 1) 
 
 
 def whole_sequence(part: Tensor, axis: Axis, attention: str) -> Tensor:
-    """Return the whole `[batch, seq]` of which each rank has a part; all ranks of the axis call it together.
+    """Return the whole `[batch, seq, ...]` of which each rank has a part; all ranks of the axis call it.
 
     Args:
-        part: This rank's part, `[batch, seq / axis.size]`, as `local_sequence` cuts it.
+        part: This rank's part, `[batch, seq / axis.size, ...]`, as `local_sequence` cuts it.
         axis: The context axis.
         attention: A name in `POSITIONS`.
     """
@@ -112,7 +113,7 @@ def whole_sequence(part: Tensor, axis: Axis, attention: str) -> Tensor:
     axis.all_gather(parts, "tokens").wait()
     seq = part.shape[1] * axis.size
     held = [POSITIONS[attention](seq, axis.size, index, part.device) for index in range(axis.size)]
-    return parts.transpose(0, 1).flatten(1)[:, torch.cat(held).argsort()]
+    return parts.transpose(0, 1).flatten(1, 2)[:, torch.cat(held).argsort()]
 
 
 def local_sequences(batch: Batch, axis: Axis, attention: str) -> Batch:
@@ -120,7 +121,7 @@ def local_sequences(batch: Batch, axis: Axis, attention: str) -> Batch:
 
     Args:
         batch: A tensor `[batch, seq, ...]`; or tensors in any nesting of dicts, lists, tuples and
-            dataclasses, of which those are cut that have as many columns as the first with two dims.
+            dataclasses, of which those are cut that have as many columns as the tokens (`_length_of`).
             `position_ids` stay whole: a rank's attention has to know the documents of the whole sample.
         axis: The context axis.
         attention: A name in `POSITIONS`.
@@ -130,18 +131,49 @@ def local_sequences(batch: Batch, axis: Axis, attention: str) -> Batch:
     """
     if axis.size == 1:
         return batch
-    length = next((tensor.shape[1] for tensor in tensors_in(batch) if tensor.dim() > 1), None)
+    length = _length_of(batch)
 
     def cut(value: Any) -> Any:
         if isinstance(value, Tensor):
             is_cut = value.dim() > 1 and value.shape[1] == length
             return local_sequence(value, axis, attention) if is_cut else value
-        names = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
-        whole = names.get("position_ids")
+        whole = _named(value).get("position_ids")
         return map_children(lambda each: each if each is whole else cut(each), value)
 
     result: Batch = cut(batch)
     return result
+
+
+def _length_of(batch: Any) -> int | None:
+    """Return the length of a batch's sequences: that of `input_ids`; without these that of the first tensor
+    that is `[batch, seq]` of integers or `[batch, seq, width]`; without one that of the first with columns.
+    """
+    columns = [each for each in tensors_in(batch) if each.dim() > 1]
+    sequences = [
+        each for each in columns if each.dim() == 3 or (each.dim() == 2 and not each.is_floating_point())
+    ]
+    found = [*_input_ids(batch), *sequences, *columns]
+    return found[0].shape[1] if found else None
+
+
+def _input_ids(value: Any) -> Iterator[Tensor]:
+    for name, each in _named(value).items():
+        if name == "input_ids" and isinstance(each, Tensor) and each.dim() > 1:
+            yield each
+    for each in value if isinstance(value, list | tuple) else _named(value).values():
+        yield from _input_ids(each)
+
+
+def _named(value: Any) -> Mapping[Any, Any]:
+    """Return what a mapping or a dataclass holds, by name."""
+    if isinstance(value, Mapping):
+        return value
+    is_fields = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return (
+        {each.name: getattr(value, each.name, None) for each in dataclasses.fields(value)}
+        if is_fields
+        else {}
+    )
 
 
 def require_sequence(seq: int, size: int, attention: str) -> None:

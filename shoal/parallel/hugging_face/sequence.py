@@ -45,7 +45,7 @@ __all__ = [
     "attend_over_ranks",
     "beside_attention",
     "query_heads",
-    "refuse_labels",
+    "refuse_own_loss",
     "require_attention",
     "require_window",
     "split_stream",
@@ -113,9 +113,10 @@ def attend_over_ranks(
     )
 
 
-def refuse_labels(model: nn.Module) -> None:
+def refuse_own_loss(model: nn.Module) -> None:
     """Make a model refuse to compute its own loss, wrong for split logits and for split sequences."""
     model.register_forward_pre_hook(_require_no_labels, with_kwargs=True)
+    model.register_forward_hook(_require_no_loss)
 
 
 def use_no_cache(model: Any) -> None:
@@ -329,6 +330,15 @@ def _require_no_labels(module: nn.Module, args: tuple[Any, ...], named: dict[str
             f"labels were given to {type(module).__name__}, whose own loss does not work across ranks",
             possible="shoal.models.next_token_loss(output, targets) with targets that are already shifted",
             change="leave out labels, and use that loss",
+        )
+
+
+def _require_no_loss(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    if getattr(output, "loss", None) is not None:
+        raise ModelError(
+            f"{type(module).__name__} computed its own loss, which sees a rank's part of the samples",
+            possible="shoal.models.next_token_loss(output, targets), or another mean over positions",
+            change="leave out what the loss is computed of, and give the Trainer a loss; or leave out cp",
         )
 
 

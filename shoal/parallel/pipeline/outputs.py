@@ -17,7 +17,7 @@ from shoal.models import logits_of
 from shoal.parallel.communication import Axis
 from shoal.values import decode, encode
 
-__all__ = ["broadcast_output"]
+__all__ = ["broadcast_output", "plain_output"]
 
 _OF_ALL_BLOCKS = ("hidden_states", "attentions", "cross_attentions", "past_key_values", "router_logits")
 """Entries in the outputs of transformers that hold something of every block."""
@@ -41,7 +41,7 @@ def broadcast_output(output: Any, holder: int, axis: Axis, device: torch.device)
     if axis.index == holder:
         problem = _problem(output)
         try:
-            message = encode((None if problem else _described(_plain(output), tensors), problem))
+            message = encode((None if problem else _described(plain_output(output), tensors), problem))
         except TypeError as error:
             message = encode((None, f"cannot be sent to other ranks: {error}"))
     length = torch.tensor([len(message)], dtype=torch.int64, device=device)
@@ -137,13 +137,13 @@ def _problem(output: Any) -> str:
     return f"has {', '.join(held)}, of which a stage knows only its own blocks'" if held else ""
 
 
-def _plain(output: Any) -> Any:
+def plain_output(output: Any) -> Any:
     """Return the output with a tensor in place of logits that are split, or made later."""
     if hasattr(output, "token_loss"):
         return logits_of(output)
     if isinstance(output, Mapping):
         logits = output.get("logits")
-        return output if logits is None else _with_logits(output, _plain(logits))
+        return output if logits is None else _with_logits(output, plain_output(logits))
     is_container = isinstance(output, Tensor | list | tuple) or dataclasses.is_dataclass(output)
     return logits_of(output) if hasattr(output, "logits") and not is_container else output
 
