@@ -31,7 +31,8 @@ def condensed(lines: Iterable[Mapping[str, str]]) -> list[dict[str, str]]:
     for line in lines:
         row = rows.setdefault(line["kind"], {"kind": line["kind"]})
         row[line["cell"]] = _outcome(line["verdict"], line.get("words", ""))
-    return [rows[kind] for kind in sorted(rows)]
+    ordered = ("kind", *_COLUMNS)
+    return [{name: rows[kind][name] for name in ordered if name in rows[kind]} for kind in sorted(rows)]
 
 
 def kind_rows() -> tuple[list[str], list[list[str]]]:

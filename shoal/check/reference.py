@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,12 +73,14 @@ class Sums:
         master: Type of the optimizer's copy, and of the sums of gradients.
         microbatch: Samples in one forward.
         rotated: Number of positions by which the samples of a batch are rotated.
+        moved: Whether the first weights are moved at random within half a unit in the last place.
     """
 
     compute: torch.dtype
     master: torch.dtype
     microbatch: int
     rotated: int = 0
+    moved: bool = False
 
 
 class Reference:
@@ -101,6 +103,8 @@ class Reference:
             name: parameter.detach().to(sums.master, copy=True).requires_grad_()
             for name, parameter in self._trained.items()
         }
+        if sums.moved:
+            _move(self._masters.values())
         cast_module(self._model, sums.compute)
         choose_experts = getattr(self._model, "set_experts_implementation", None)
         if sums.compute == torch.float64 and callable(choose_experts):
@@ -305,6 +309,15 @@ def forward_of(trial: Trial, compute: torch.dtype, device: torch.device) -> Forw
         trial, Sums(compute, torch.promote_types(compute, torch.float32), trial.batch), device
     )
     return reference.traced(trial.batch_of(0))
+
+
+def _move(masters: Iterable[torch.Tensor]) -> None:
+    """Move weights at random, within half a unit in the last place."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for master in masters:
+            units = (torch.rand(master.shape, generator=generator) - 0.5).to(master)
+            master.addcmul_(master, units, value=torch.finfo(master.dtype).eps)
 
 
 def _gradient_of(master: torch.Tensor) -> torch.Tensor:

@@ -2,10 +2,11 @@
 
 The reference is one device that computes in the Plan's precision and sees each batch as one micro-batch. The
 same training then runs in other ways that differ from it by rounding alone: in smaller micro-batches with the
-samples rotated, so that every sum over samples has another order, and in a type of twice the width. Rounding
-explains deviations from the reference as large as theirs. A Plan may deviate `MULTIPLE` times as much, plus
-`FLOOR` units in the last place. The other ways are few, and a Plan splits sums that they do not split, such
-as those inside a matrix product.
+samples rotated, so that every sum over samples has another order; from first weights that are moved by less
+than half a unit in the last place; and in a type of twice the width. Rounding inside a matrix product, whose
+sums a Plan splits, has the effect of such a move, and a layer may make the effect a hundred times as large.
+Rounding explains deviations from the reference as large as theirs. A Plan may deviate `MULTIPLE` times as
+much, since the other ways are few, plus `FLOOR` units in the last place.
 
 A Task may compute something else if its samples come in other micro-batches, as batch normalization does.
 Then every way sees the micro-batches that the Plan makes, and adds them in another order.
@@ -116,10 +117,10 @@ class Tolerance:
         ]
         if microbatch is not None:
             ways = [Sums(compute, single, microbatch, rotated=microbatch % batch)]
-        steps = Reference(trial, Sums(compute, single, microbatch or batch), device).run()
-        others = [
-            Reference(trial, sums, device).run() for sums in (*ways, Sums(wider, wider, microbatch or batch))
-        ]
+        size = microbatch or batch
+        steps = Reference(trial, Sums(compute, single, size), device).run()
+        ways += [Sums(compute, single, size, moved=True), Sums(wider, wider, size)]
+        others = [Reference(trial, sums, device).run() for sums in ways]
         return cls(steps, [_bounds(step, alike) for step, *alike in zip(steps, *others, strict=True)])
 
 

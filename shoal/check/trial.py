@@ -149,7 +149,7 @@ class Trial:
         def require(plan: Plan) -> None:
             require_layout(model, plan, self.sequence)
             if self.boundaries:
-                require_documents(model)
+                require_documents(model, self.sequence)
             SettledPlan.of(plan, self.batch)
 
         return require

@@ -25,6 +25,9 @@ _SPREAD = (
     HIDDEN**-0.5
 )  # attention and experts of so few features do little with the small values of large models
 VOCABULARY, CONTEXT, WINDOW = 96, 64, 8
+INDEX_HEADS = (
+    32  # with few, scores of tokens are 0 in all heads, and the length of a sample breaks their ties
+)
 
 _SIZES: tuple[tuple[int, str], ...] = (
     (
@@ -43,6 +46,7 @@ _SIZES: tuple[tuple[int, str], ...] = (
         "linear_num_value_heads mamba_num_heads index_n_heads indexer_n_heads num_query_groups "
         "conf_num_attention_heads",
     ),
+    (INDEX_HEADS, "index_n_heads"),
     (
         KV_HEADS,
         "num_key_value_heads swa_num_key_value_heads kv_n_heads num_kv_heads n_groups "

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -36,6 +37,7 @@ __all__ = [
     "first_floats",
     "is_hugging_face",
     "required_arguments",
+    "windows_below",
 ]
 
 _ROUNDINGS = 1 << 10
@@ -53,6 +55,8 @@ _SMALLER = {  # entries of a configuration, with what is enough to see how a mod
     "shared_expert_intermediate_size": 32,
     "vocab_size": 256,
 }
+_WINDOWS = re.compile("window|chunk_|local_attn|local_attention|index_topk$|index_block|block_size|budget")
+_WINDOW = 4  # tokens
 _TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -67,22 +71,28 @@ class Probe:
         device: Device of the copy.
         anew: Whether a Hugging Face model is represented by its class and configuration in any case; then it
             may be laid over ranks already.
+        length: Tokens of the samples to come; a model that is made anew then has windows, chunks and
+            selections of a few tokens if they are shorter than such a sample. 0 leaves them as they are.
 
     Attributes:
         module: The copy, in fp32 and in evaluation mode.
         is_new: Whether its values are new, and so equal on all ranks.
+        has_small_windows: Whether windows shorter than `length` were made small.
 
     Raises:
         Exception: The model cannot be copied; any kind, as its own code raises it.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, *, anew: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, device: torch.device, *, anew: bool = False, length: int = 0
+    ) -> None:
         with isolated(device), _quiet(), torch.no_grad():
             is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
             size = sum(parameter.numel() for parameter in model.parameters())
             self.is_new = is_hugging_face(model) and (anew or is_meta or size > LARGE)
+            self.has_small_windows = self.is_new and length > 0
             if self.is_new:
-                made = _like(model)
+                made = _like(model, length)
             elif is_meta:
                 if size > LARGE:
                     raise ValueError(f"{size} parameters are on the meta device, too many for one rank")
@@ -99,6 +109,16 @@ class Probe:
         """Return another copy with the same values."""
         other = copy.copy(self)
         other.module = _copied(self.module)
+        return other
+
+    def training_copy(self) -> Probe:
+        """Return a copy in training mode, without dropout and with the running statistics of batches."""
+        other = self.copy()
+        for module in other.module.train().modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                module.eval()
+            elif isinstance(module, Dropout | _DropoutNd):
+                module.p = 0.0
         return other
 
     def inputs(self, length: int, seed: int = 0) -> Tensor:
@@ -118,7 +138,7 @@ class Probe:
         return self._unpadded((inputs + 1 + size // 3) % size, size)
 
     def _unpadded(self, tokens: Tensor, size: int) -> Tensor:
-        padding = getattr(getattr(self.module, "config", None), "pad_token_id", None)
+        padding = getattr(_text_config(self.module), "pad_token_id", None)
         tokens = tokens if padding is None else tokens.where(tokens != padding, (tokens + 1) % size)
         return tokens.to(self.device)
 
@@ -193,6 +213,14 @@ def difference(found: Tensor, expected: Tensor) -> float:
     return float((found - expected).abs().max()) / (scale * _ROUNDINGS * torch.finfo(torch.float32).eps)
 
 
+def windows_below(model: nn.Module, length: int) -> int:
+    """Return how many windows of a model of Hugging Face are shorter than a sample."""
+    if not is_hugging_face(model):
+        return 0
+    config: Any = model.config
+    return sum(value < length for _, _, value in _windows(vars(config)))
+
+
 def cannot_probe(model: nn.Module, question: str, error: Exception) -> None:
     """Warn that a model could not be asked, and why."""
     reason = " ".join(str(error).split("\n\n")[0].split())[:300]
@@ -210,11 +238,17 @@ def is_hugging_face(model: nn.Module) -> bool:
 
 def vocabulary_of(model: nn.Module) -> int | None:
     """Return the number of different tokens that a model takes; None if it seems to take none."""
-    size = getattr(getattr(model, "config", None), "vocab_size", None)
+    size = getattr(_text_config(model), "vocab_size", None)
     if isinstance(size, int):
         return size
     tables = [each.num_embeddings for each in model.modules() if isinstance(each, nn.Embedding)]
     return tables[0] if tables else None
+
+
+def _text_config(model: nn.Module) -> Any:
+    """Return the configuration of the language model, also in a model that takes images too."""
+    config: Any = getattr(model, "config", None)
+    return getattr(config, "get_text_config", lambda: config)()
 
 
 @contextmanager
@@ -272,9 +306,12 @@ def _filled(model: Any, device: torch.device) -> nn.Module:
     return made
 
 
-def _like(model: Any) -> nn.Module:
+def _like(model: Any, length: int) -> nn.Module:
     """Return a model of the same class and configuration, with new values; a smaller one if it is large."""
     config = copy.deepcopy(model.config)
+    for settings, name, value in _windows(vars(config)):
+        if value < length:
+            settings[name] = min(_WINDOW, value)
     config._attn_implementation = None  # fused kernels take no fp32; attention over ranks is not laid out
     make: Callable[[Any], nn.Module] = type(model)
     if _size(make, config) > LARGE:
@@ -282,6 +319,15 @@ def _like(model: Any) -> nn.Module:
         if (size := _size(make, config)) > 8 * LARGE:
             raise ValueError(f"it has {size} parameters even with few layers")
     return make(config)
+
+
+def _windows(settings: dict[Any, Any]) -> Iterator[tuple[dict[Any, Any], Any, int]]:
+    """Yield the sizes of windows, chunks and selections of a configuration, each with its dict and name."""
+    for name, value in settings.items():
+        if isinstance(value, dict) or hasattr(value, "to_dict"):
+            yield from _windows(value if isinstance(value, dict) else vars(value))
+        elif _WINDOWS.search(str(name)) and type(value) is int:
+            yield settings, name, value
 
 
 def _size(make: Callable[[Any], nn.Module], config: Any) -> int:

@@ -298,7 +298,7 @@ def check(job: Job) -> AnyCorpus:
     require_layout(model, job.plan, config.sequence)
     require_offload(config, job.plan, job.path, model)
     if config.data.boundaries:
-        require_documents(model)
+        require_documents(model, config.sequence)
     if isinstance(model, Transformer):
         _require_fit(config, corpus, model.config.vocab_size, model.config.seq, "seq")
     elif config.model.startswith("hf:"):

@@ -126,13 +126,20 @@ class Reader:
         loss: The user's loss; None for the default.
         counted: The user's count of elements; None for the default.
         packed: Whether the data says that it holds documents that are kept apart.
+        sequence: Tokens of a sample, if they are known.
 
     Raises:
         ModelError: The data holds such documents, and the model does not keep them apart.
     """
 
     def __init__(
-        self, model: nn.Module, loss: Loss | None, counted: Counted | None, *, packed: bool = False
+        self,
+        model: nn.Module,
+        loss: Loss | None,
+        counted: Counted | None,
+        *,
+        packed: bool = False,
+        sequence: int | None = None,
     ) -> None:
         self._loss = loss
         self._coefficient = auxiliary_coefficient(model)
@@ -146,7 +153,7 @@ class Reader:
         self._takes = inspect.signature(model.forward)
         self._documents = DocumentsGuard(model)
         if packed:
-            self._documents.require(is_promised=True)
+            self._documents.require(is_promised=True, length=sequence or 1)
 
     def compile_loss(self, compile: Callable[[Any], Any]) -> None:
         """Compute the loss of next tokens by a compiled function; a loss of the user stays as it is."""
@@ -241,7 +248,7 @@ class Reader:
             return
         is_promised = not isinstance(batch, Mapping) and isinstance(batch[0], Packed)
         if is_promised or (positions.dim() == 2 and bool((positions.diff() < 0).any())):
-            self._documents.require(is_promised=is_promised)
+            self._documents.require(is_promised=is_promised, length=positions.shape[-1])
 
     def _count(self, batch: Any, targets: Any, loss: Loss | None) -> float | None:
         """Return how many elements count; None if each sample counts as one."""

@@ -158,7 +158,7 @@ class Trainer:
         self._listeners = Listeners(record, on_step, on_validation, on_save, on_decision)
         self._recorder = (recorder if record is None else record.recorder) or NullRecorder()
         names = [name for name, _ in model.named_parameters()]
-        self._reader = Reader(model, loss, counted, packed=are_packed(samples))
+        self._reader = Reader(model, loss, counted, packed=are_packed(samples), sequence=sequence)
         self._loader = Loader(samples, seed=seed, batch_size=batch)
         self.parallel: Parallel = parallelize(
             model,

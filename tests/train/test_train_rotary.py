@@ -12,7 +12,9 @@ from shoal.train import OptimizerConfig, Trainer, learning_rate
 
 transformers = pytest.importorskip("transformers")
 
-LENGTHS = (6, 20, 14, 18, 4, 10, 16, 12)  # the original length is 8
+LENGTHS = (6, 20, 14, 18, 12, 10, 16, 12)  # the original length is 8
+SEED = 11  # its order has steps whose losses move by 8e-5 if the longest length is another
+ROUNDING = 1e-5  # of fp32, with sums in another order, over four steps
 SIZES = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "max_position_embeddings": 8}
 HEADS = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
 ROPE = {
@@ -70,7 +72,7 @@ def broken_at(step):
 def trainer_of(kind, plan, loss=None):
     # a rate so small that losses of later steps differ by what the embedding has seen, not by the steps
     optimizer = OptimizerConfig(name="sgd", warmup=0, learning_rate=1e-3, clip=None)
-    return Trainer(model(kind), Samples(), plan, batch=4, steps=4, optimizer=optimizer, loss=loss, seed=3)
+    return Trainer(model(kind), Samples(), plan, batch=4, steps=4, optimizer=optimizer, loss=loss, seed=SEED)
 
 
 def trained(plan, kind, broken=None):
@@ -117,7 +119,7 @@ PLANS = ["dp=1", "pp=2", "pp=2,schedule=interleaved", "pp=2,schedule=zb-v", "pp=
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_stage_sees_the_lengths_that_one_device_sees(ranks, plan, kind):
     for losses, _ in ranks.run(trained, Plan.parse(plan).ranks, f"{plan},microbatch=1", kind):
-        assert losses == pytest.approx(by_hand(kind), rel=1e-4)  # sums in another order
+        assert losses == pytest.approx(by_hand(kind), rel=ROUNDING)  # sums in another order
 
 
 @pytest.mark.parametrize("plan", PLANS[:3])
@@ -125,7 +127,7 @@ def test_a_step_that_is_left_out_leaves_no_length_behind(ranks, plan):
     expected = by_hand("dynamic", skipped=1)
     for losses, skipped in ranks.run(trained, Plan.parse(plan).ranks, f"{plan},microbatch=1", "dynamic", 1):
         assert skipped == [False, True, False, False]
-        assert losses == pytest.approx(expected, rel=1e-4)
+        assert losses == pytest.approx(expected, rel=ROUNDING)
 
 
 def saved(plan, folder):
@@ -148,4 +150,4 @@ def resumed(plan, path):
 def test_a_checkpoint_keeps_the_longest_sequence_seen(ranks, tmp_path, first, second):
     path = ranks.run(saved, Plan.parse(first).ranks, f"{first},microbatch=1", tmp_path)[0]
     for losses in ranks.run(resumed, Plan.parse(second).ranks, f"{second},microbatch=1", path):
-        assert losses == pytest.approx(by_hand("dynamic")[2:], rel=1e-4)
+        assert losses == pytest.approx(by_hand("dynamic")[2:], rel=ROUNDING)

@@ -11,6 +11,8 @@ from types import FrameType
 
 import torch
 from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import _engine_run_backward
 from torch.utils.checkpoint import CheckpointFunction
 
 from shoal.errors import LayoutError, TrainingError
@@ -40,6 +42,8 @@ class GradientReduction:
             memory is free early. It must be False if ranks that reduce together also synchronise within a
             backward: a rank that waits for a bucket which another starts only at the end would never reach
             that point.
+        defers: Whether the first backward reduces at its end alone. It shows whether the model runs backwards
+            inside of it, which may give a parameter several gradients.
 
     Attributes:
         makes_graph: Whether the last backward made a graph of itself (`create_graph=True`).
@@ -54,8 +58,10 @@ class GradientReduction:
         before_end: Callable[[], None] = lambda: None,
         on_end: Callable[[], None] = lambda: None,
         waits: bool = True,
+        defers: bool = False,
     ) -> None:
         self._paused = False
+        self._defers = defers
         self._waits = waits
         self._sums = [GradientSum(bucket) for bucket in buckets]
         self._finish_sum = finish
@@ -63,6 +69,7 @@ class GradientReduction:
         self._before_end = before_end
         self._on_end = on_end
         self._backward = NO_BACKWARD
+        self._is_nested: bool | None = None  # unknown in the first backward
         self.makes_graph = False
         self._early: list[int] | None = None
         self._complete_here: dict[int, bool]
@@ -122,7 +129,11 @@ class GradientReduction:
         """
         current = torch._C._current_graph_task_id()
         if current != self._backward:
-            _require_outermost_backward()
+            if _is_within_backward():
+                if not self._is_nested:
+                    self._expect_more()
+                if self._backward != NO_BACKWARD:
+                    return
             if self._backward != NO_BACKWARD:
                 raise TrainingError(
                     "a backward began before the last one ended: if the last one raised an error, call "
@@ -132,8 +143,19 @@ class GradientReduction:
             self.makes_graph = torch.is_grad_enabled()
             Variable._execution_engine.queue_callback(self._end_backward)
 
+    def _expect_more(self) -> None:
+        """Reduce nothing before the end of a backward from now on: the model runs backwards inside of it.
+
+        Each of these may add to a gradient, as reversible layers that share weights do.
+        """
+        self._is_nested = True
+        for gradient_sum in self._sums:
+            gradient_sum.move_waiting()
+
     def reduce_complete(self) -> None:
         """Start the buckets whose gradients are all there, up to the first that lacks one."""
+        if self._is_nested or (self._is_nested is None and self._defers):
+            return
         while self._next < len(self._sums) and self._missing[self._next] == 0:
             self.reduce([self._next])
             self._next += 1
@@ -144,6 +166,10 @@ class GradientReduction:
         The shard sum of the bucket started before each has had time to complete, and so has the replica sum
         of the one before that, whose buffer may be freed.
         """
+        if not self._is_nested:
+            self._start(positions)
+
+    def _start(self, positions: Iterable[int]) -> None:
         for position in () if self._paused else positions:
             if self._is_started[position]:
                 continue
@@ -184,13 +210,23 @@ class GradientReduction:
 
     def _add(self, position: int, index: int) -> None:
         bucket = self._sums[position].bucket
+        if self._is_nested and (self._is_started[position] or (position, index) in self._scaled):
+            raise LayoutError(
+                f"{bucket.layout.slots[index].name} got a second gradient in a backward: the model runs "
+                "backwards inside of it, as reversible layers do, and uses the parameter elsewhere too",
+                possible="parameters that only these layers use; shard=none, if these run in the first step",
+                change="give these layers parameters of their own, or use another shard",
+            )
         if self._is_started[position]:
             raise TrainingError(
                 f"{bucket.layout.slots[index].name} got a gradient after the place in backward where it was "
                 "complete before: the model uses it outside of its block, or in another place than in the "
                 "first step"
             )
-        self._sums[position].add(index, 1.0 if self._paused else bucket.family.factor)
+        is_last = not self._paused and self._is_nested is False  # no other gradient comes in this backward
+        if is_last:
+            self._scaled.add((position, index))
+        self._sums[position].add(index, bucket.family.factor if is_last else 1.0)
         self._missing[position] -= 1
         if self._missing[position] == 0 and not self._paused:
             self._on_complete(self)
@@ -200,7 +236,8 @@ class GradientReduction:
         self._before_end()
         for gradient_sum in self._sums:
             gradient_sum.move_waiting()
-        self.reduce(range(len(self._sums)))
+        self._is_nested = bool(self._is_nested)
+        self._start(range(len(self._sums)))
         left = self._started[-2:] if self._waits else self._started
         for position in left:
             self._sums[position].continue_reduction()
@@ -223,6 +260,7 @@ class GradientReduction:
         return others.item() == 0
 
     def _reset(self) -> None:
+        self._scaled: set[tuple[int, int]] = set()  # the factor is in these sums
         self._next = 0
         self._started: list[int] = []
         self._is_started = [False] * len(self._sums)
@@ -233,14 +271,25 @@ class GradientReduction:
         ]
 
 
-def _require_outermost_backward() -> None:
+def _is_within_backward() -> bool:
+    """Return whether this backward was called by the backward of a function, as reversible layers do.
+
+    Raises:
+        LayoutError: The function is a recompute that does not show when gradients are complete.
+    """
     frame: FrameType | None = sys._getframe()
+    has_begun = False
     while frame is not None:
-        if frame.f_code is CheckpointFunction.backward.__code__:
+        code = frame.f_code
+        if code is CheckpointFunction.backward.__code__:
             raise LayoutError(
                 "the model recomputes with use_reentrant=True",
                 possible="use_reentrant=False, which shows when gradients are complete, or recompute=full in "
                 "the Plan",
                 change="give checkpoint() use_reentrant=False",
             )
+        has_begun |= code is _engine_run_backward.__code__
+        if has_begun and code is BackwardCFunction.apply.__code__:
+            return True
         frame = frame.f_back
+    return False

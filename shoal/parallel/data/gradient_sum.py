@@ -134,6 +134,9 @@ class GradientSum:
         if gradient.requires_grad:  # the backward makes a graph
             gradient = gradient.detach()
         is_added = self._held[index] and gradient.dtype != self._views[index].dtype
+        if waiting := [each for each in self._waiting if each.parameter == index]:
+            self._waiting.remove(waiting[0])  # autograd has added to it, in a backward inside of this one
+            is_added = waiting[0].is_added
         arrived = _Arrived(index, gradient, is_added, factor)
         self._held[index] = True
         self._scaled[index] = factor != 1.0

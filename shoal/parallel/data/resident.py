@@ -65,6 +65,7 @@ class _ResidentWeights(Strategy):
             on_complete=GradientReduction.reduce_complete,
             on_end=self._on_end,
             waits=_may_wait(setup.axes, sums_stay=sums_stay),
+            defers=sums_stay,  # otherwise the first backward would need the memory of all sums
         )
 
     @property

@@ -36,6 +36,10 @@ def use_masks(model: Any, masks: str) -> None:
     decoder_of(model).register_forward_pre_hook(
         partial(_with_masks, model=model, masks=MASKS[masks]), with_kwargs=True
     )
+    if MASKS[masks] is _both_ways:
+        for module in model.modules():
+            if isinstance(getattr(module, "sliding_window", None), int) and _takes(module, "attention_mask"):
+                module.register_forward_pre_hook(_with_window, with_kwargs=True)
 
 
 def decoder_of(model: Any) -> Any:
@@ -124,6 +128,19 @@ def _with_masks(
     if padding is not None and tokens is not None and bool((positions <= padding).any()):
         positions = counted_positions(tokens, positions, padding)
     return args, {**named, "attention_mask": made, "position_ids": positions}
+
+
+def _with_window(
+    module: Any, args: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Take from a mask the pairs of tokens outside of a module's window: a mask that is given replaces it."""
+    mask = named.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 4:
+        return args, named
+    places = torch.arange(mask.shape[-1], device=mask.device)
+    is_far = (places[:, None] - places).abs() >= module.sliding_window
+    blocked = False if mask.dtype == torch.bool else torch.finfo(mask.dtype).min
+    return args, {**named, "attention_mask": mask.masked_fill(is_far, blocked)}
 
 
 def _prepared(config: Any, embeddings: Tensor, positions: Tensor) -> Any:

@@ -48,6 +48,11 @@ from shoal.testing.zoo.parameters import (
     unused_parameters,
     weight_norm,
 )
+from shoal.testing.zoo.reversible import (
+    reversible_layers,
+    reversible_layers_last,
+    reversible_layers_shared,
+)
 from shoal.testing.zoo.structure import (
     block_twice,
     blocks_in_reverse,
@@ -96,6 +101,9 @@ __all__ = [
     "positions",
     "recompute",
     "recompute_reentrant",
+    "reversible_layers",
+    "reversible_layers_last",
+    "reversible_layers_shared",
     "scalar_parameters",
     "sparse_embedding",
     "spectral_norm",
@@ -118,6 +126,9 @@ ENTRIES: Mapping[str, Callable[[], Task]] = {
         other_method,
         recompute,
         recompute_reentrant,
+        reversible_layers,
+        reversible_layers_last,
+        reversible_layers_shared,
         two_forwards,
         weight_penalty,
         weight_read,
