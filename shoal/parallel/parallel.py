@@ -186,6 +186,8 @@ class Parallel(ModelFace):
     ) -> Any:
         """Load whole tensors, or those of `state_dict`; change nothing if one does not fit.
 
+        What compression left out of earlier gradients is forgotten, as it belongs to the weights before.
+
         Args:
             state_dict: Tensors by the model's names; every rank gives all of them, in a pipeline too.
             strict: Whether names have to be the same.
@@ -205,11 +207,13 @@ class Parallel(ModelFace):
                 change="leave out assign",
             )
         missing, unexpected = self._state.load(state_dict, strict=strict)
-        self.changed()
+        self._begin_anew()
         return nn.modules.module._IncompatibleKeys(missing, unexpected)
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load a whole `state_dict` of the model, such as one from `full_state_dict`; all ranks call it.
+
+        What compression left out of earlier gradients is forgotten.
 
         Args:
             state: On rank 0 the whole model; the argument of other ranks is ignored.
@@ -218,7 +222,7 @@ class Parallel(ModelFace):
             ModelError: Names or shapes are not the model's; then nothing is changed.
         """
         self._state.load_from_first(state)
-        self.changed()
+        self._begin_anew()
 
     def requires_grad_(self, requires_grad: bool = True) -> Parallel:
         """Train all parameters from now on, or none; raise a LayoutError if none was trained before."""
@@ -360,6 +364,13 @@ class Parallel(ModelFace):
         """Scale the whole gradient down to the norm `limit` if it is larger; return the norm before that."""
         limit_gradients(self.owned, norm := self.measure_gradient().whole, limit)
         return norm.item()
+
+    def _begin_anew(self) -> None:
+        """Note that other weights were loaded."""
+        for strategy in self.strategies:
+            for exchange in strategy.exchanges().values():
+                exchange.restore({})
+        self.changed()
 
     def _stale(self) -> str | None:
         return next((each.stale for each in self.strategies if each.stale is not None), None)

@@ -125,6 +125,31 @@ def left_of_whole(parallel):
     return held.sum.memories[0][1].left
 
 
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2,shard=zero1", "dp=4,shard=zero3,replicate=2"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_after_a_load_nothing_is_left_of_earlier_gradients(ranks, layout, whole):
+    number = Plan.parse(layout).dp
+    for values in ranks.run(loaded_after, number, f"{layout},compress=topk:64", 3, whole):
+        for fresh in ranks.run(loaded_after, number, f"{layout},compress=topk:64", 0, whole):
+            assert torch.equal(values, fresh)
+
+
+def loaded_after(text, steps, whole):
+    """Values after some steps, a load, and another step."""
+    like = matrix()
+    first = {name: each.clone() for name, each in like.state_dict().items()}
+    parallel = parallelize(like, text)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=RATE)
+    for step in [*range(steps), None]:
+        if step is None:
+            (parallel.load_full_state_dict if whole else parallel.load_state_dict)(first)
+        loss_of(parallel, like, STEPS if step is None else step, dist.get_rank()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with parallel.gathered():
+        return like.weight.detach().clone()
+
+
 def test_the_first_steps_are_dense(ranks):
     whole = ranks.run(compressed_values, 2, "dp=2", 3)
     dense = ranks.run(compressed_values, 2, "dp=2,compress=topk:64,dense=3", 3)

@@ -25,6 +25,7 @@ from shoal.parallel.optimizer.composed import (
     loss_of,
     parts_of,
     title_of,
+    unscaled,
 )
 from shoal.parallel.owned import Owned
 from shoal.parallel.parallel import Parallel
@@ -77,6 +78,7 @@ class GuidedUpdates(Composed):
         warmup: int | None = None,
     ) -> None:
         super().__init__(optimizer.param_groups, {})
+        self._step_supports_amp_scaling = True  # a GradScaler calls `step` in each step
         self._parallel = parallel
         self._inner = optimizer
         self._outer = rate, momentum, warmup
@@ -162,13 +164,17 @@ class GuidedUpdates(Composed):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this worker's optimizer, and merge what is due."""
+        loss = loss_of(closure)
+        if not unscaled(self):
+            self.pass_over()
+            return loss
         self.steps += 1
         copy_settings(self.param_groups, self._inner.param_groups)
         if self._local is not None:
             copy_settings(self.param_groups, self._local.param_groups)
-            return self._local.step(closure)
-        loss = loss_of(closure)
-        self._inner.step()
+            self._local.step()
+        else:
+            self._inner.step()
         return loss
 
     def pass_over(self) -> None:

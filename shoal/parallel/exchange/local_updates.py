@@ -29,7 +29,7 @@ from shoal.parallel.communication import Axis, Pending
 from shoal.parallel.exchange.mean_gradient import average_gradients
 from shoal.parallel.exchange.merges import Merges
 from shoal.parallel.exchange.outer_settings import Outer, outer_settings
-from shoal.parallel.exchange.outer_state import OuterState
+from shoal.parallel.exchange.outer_state import divided
 from shoal.parallel.exchange.rounds import Rounds
 from shoal.parallel.exchange.sums import CompressedSum
 from shoal.parallel.exchange.worker_states import average_states
@@ -40,6 +40,7 @@ from shoal.parallel.optimizer.composed import (
     loss_of,
     parts_of,
     title_of,
+    unscaled,
 )
 from shoal.parallel.owned import Owned
 from shoal.parallel.parallel import Parallel
@@ -77,6 +78,7 @@ class LocalUpdates(Composed):
         exchange: Exchange | None = None,
     ) -> None:
         super().__init__(optimizer.param_groups, {})
+        self._step_supports_amp_scaling = True  # a GradScaler calls `step` in each step
         exchange = parallel.plan.exchanged if exchange is None else exchange
         self._parallel = parallel
         self._inner = optimizer
@@ -162,6 +164,9 @@ class LocalUpdates(Composed):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this worker's optimizer, and merge what is due."""
         loss = loss_of(closure)
+        if not unscaled(self):
+            self.pass_over()
+            return loss
         copy_settings(self.param_groups, self._inner.param_groups)
         self._take_loaded()
         self._inner.step()
@@ -227,12 +232,7 @@ class LocalUpdates(Composed):
     def take(self) -> None:
         """See `Composed.take`."""
         copy_settings(self.param_groups, self._inner.param_groups)
-        outer: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
-        inner: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
-        for parameter, state in self.state.items():
-            for key, value in state.items():
-                (outer if key.startswith(OuterState.PREFIX) else inner)[parameter][key] = value
-        self._merges.outer.state, self._inner.state = outer, inner
+        self._merges.outer.state, self._inner.state = divided(self.state)
         if isinstance(self._inner, Composed):
             self._inner.take()
         self._merges.drop()
