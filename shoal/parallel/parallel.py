@@ -186,7 +186,8 @@ class Parallel(ModelFace):
     ) -> Any:
         """Load whole tensors, or those of `state_dict`; change nothing if one does not fit.
 
-        What compression left out of earlier gradients is forgotten, as it belongs to the weights before.
+        If the next backward finds other weights than before, it forgets what compression left out of earlier
+        gradients.
 
         Args:
             state_dict: Tensors by the model's names; every rank gives all of them, in a pipeline too.
@@ -206,14 +207,15 @@ class Parallel(ModelFace):
                 possible="assign=False, which copies values into the existing tensors",
                 change="leave out assign",
             )
+        self._expect_others()
         missing, unexpected = self._state.load(state_dict, strict=strict)
-        self._begin_anew()
+        self.changed()
         return nn.modules.module._IncompatibleKeys(missing, unexpected)
 
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load a whole `state_dict` of the model, such as one from `full_state_dict`; all ranks call it.
 
-        What compression left out of earlier gradients is forgotten.
+        What compression left out of earlier gradients is forgotten as in `load_state_dict`.
 
         Args:
             state: On rank 0 the whole model; the argument of other ranks is ignored.
@@ -221,8 +223,9 @@ class Parallel(ModelFace):
         Raises:
             ModelError: Names or shapes are not the model's; then nothing is changed.
         """
+        self._expect_others()
         self._state.load_from_first(state)
-        self._begin_anew()
+        self.changed()
 
     def requires_grad_(self, requires_grad: bool = True) -> Parallel:
         """Train all parameters from now on, or none; raise a LayoutError if none was trained before."""
@@ -365,12 +368,11 @@ class Parallel(ModelFace):
         limit_gradients(self.owned, norm := self.measure_gradient().whole, limit)
         return norm.item()
 
-    def _begin_anew(self) -> None:
-        """Note that other weights were loaded."""
+    def _expect_others(self) -> None:
+        """Tell compressed exchanges that other weights are about to be loaded."""
         for strategy in self.strategies:
             for exchange in strategy.exchanges().values():
-                exchange.restore({})
-        self.changed()
+                exchange.expect_others()
 
     def _stale(self) -> str | None:
         return next((each.stale for each in self.strategies if each.stale is not None), None)

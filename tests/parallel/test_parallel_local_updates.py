@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shoal
+from shoal.errors import WorkerError
 from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.parallel import LocalUpdates, Outer, Replicas, parallelize
 
@@ -227,14 +228,14 @@ def test_own_weights_that_a_worker_takes_back_stay_what_it_changed(ranks):
         assert all(torch.equal(first, second) for first, second in zip(one, other, strict=True))
 
 
-def resumed(text, folder, door):
+def resumed(text, folder, door, settles=True):
     """Values after 10 steps, in one go and with a change to a new model after 5."""
     is_local = "local" in text
     ended = []
     for is_resumed in (False, True):
         parallel, optimizer = made(text) if is_local else plain(text)
         pulled(parallel, optimizer, range(5))
-        if is_local:
+        if is_local and settles:
             optimizer.settle()
         if is_resumed:
             kept = parallel.state_dict(), optimizer.state_dict()
@@ -275,6 +276,22 @@ def test_a_loop_of_ones_own_goes_on_as_if_it_had_not_ended(ranks, tmp_path, text
     """The checkpoint has the number 0, and the training has made five steps: the next is not dense again."""
     for whole, parted in ranks.run(resumed, 2, text, tmp_path, door):
         assert all(torch.equal(first, second) for first, second in zip(whole, parted, strict=True))
+
+
+@pytest.mark.parametrize("door", ["model first", "optimizer first"])
+@pytest.mark.parametrize(
+    "text", ["every=3", "every=4,stretch=3", "every=4,fragments=2", "every=4,delay=1,dense=4"]
+)
+def test_a_state_of_the_middle_of_a_round_goes_on_there(ranks, text, door):
+    """Five steps are no whole round."""
+    for whole, parted in ranks.run(resumed, 2, f"dp=2,exchange=local,{text}", None, door, False):
+        assert all(torch.equal(first, second) for first, second in zip(whole, parted, strict=True))
+
+
+@pytest.mark.parametrize("text", ["every=4,delay=2", "every=2,compress=topk:8"])
+def test_a_state_that_lacks_a_merge_or_what_was_left_out_is_refused(ranks, text):
+    with pytest.raises(WorkerError, match=r"call settle\(\) on all ranks before it"):
+        ranks.run(resumed, 2, f"dp=2,exchange=local,{text}", None, "model first", False)
 
 
 def left_of_all(text, folder, is_resumed):

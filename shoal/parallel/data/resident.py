@@ -23,9 +23,10 @@ from typing import final
 
 from shoal.parallel.axes import Axes
 from shoal.parallel.data.blocks import groups_by_size
+from shoal.parallel.data.compressed_bucket import CompressedBucket
 from shoal.parallel.data.gradient import GradientReduction
 from shoal.parallel.data.gradient_sum import GradientSum
-from shoal.parallel.data.strategy import Exchanging, Setup, Strategy
+from shoal.parallel.data.strategy import Setup, Strategy
 from shoal.parallel.data.update import WeightUpdate
 from shoal.parallel.owned import Frozen, Owned
 from shoal.plan import Sharding
@@ -82,7 +83,7 @@ class _ResidentWeights(Strategy):
         """See `Strategy.stale`."""
         return None if self._update.is_fresh else "may be older than their owners' last change"
 
-    def exchanges(self) -> Mapping[str, Exchanging]:
+    def exchanges(self) -> Mapping[str, CompressedBucket]:
         """See `Strategy.exchanges`."""
         return self._reduction.exchanges()
 

@@ -27,9 +27,10 @@ import torch
 from shoal.parallel.data.block_order import BlockOrder, Visits
 from shoal.parallel.data.blocks import groups_by_block
 from shoal.parallel.data.bucket import Bucket
+from shoal.parallel.data.compressed_bucket import CompressedBucket
 from shoal.parallel.data.gradient import GradientReduction
 from shoal.parallel.data.gradient_sum import GradientSum
-from shoal.parallel.data.strategy import Exchanging, Setup, Strategy
+from shoal.parallel.data.strategy import Setup, Strategy
 from shoal.parallel.owned import Frozen, Owned
 from shoal.plan import Sharding
 
@@ -121,7 +122,7 @@ class _ShardedWeights(Strategy):
         """See `Strategy.unchanged`. Every forward gathers weights nevertheless."""
         return nullcontext()
 
-    def exchanges(self) -> Mapping[str, Exchanging]:
+    def exchanges(self) -> Mapping[str, CompressedBucket]:
         """See `Strategy.exchanges`."""
         return self._reduction.exchanges()
 

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, final
 import torch
 from torch.optim import Optimizer
 
-from shoal.parallel.data.compressed_bucket import CompressedBucket
 from shoal.parallel.exchange.local_updates import LocalUpdates
 from shoal.parallel.exchange.mean_gradient import average_gradients
 from shoal.parallel.exchange.outer_settings import outer_settings
@@ -144,7 +143,7 @@ class GuidedUpdates(Composed):
             each.sum.left_out()
             for strategy in self._parallel.strategies
             for each in strategy.exchanges().values()
-            if isinstance(each, CompressedBucket) and each.sum is not None
+            if each.sum is not None
         ]
         return sum(sums, torch.zeros((), device=self._parallel.device))
 
