@@ -144,6 +144,10 @@ class Bucket:
             self._gathering.wait()
             self._gathering = None
 
+    def count_write(self) -> None:
+        """Make backwards fail that go through earlier uses of the weights, as after a write in place."""
+        torch.autograd.graph.increment_version(self.parameters)
+
     def drop_weights(self) -> None:
         """Free the weights; until the next gather the model's parameters read as NaN.
 

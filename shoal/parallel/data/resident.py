@@ -141,21 +141,26 @@ class _ResidentWeights(Strategy):
     def clear(self) -> None:
         """See `Strategy.clear`."""
         self._reduction.clear()
-        self.changed()
+        self._end_step()
+        self._update.mark()
 
     def changed(self) -> None:
         """See `Strategy.changed`."""
+        self._end_step()
+        self._update.mark_written()
+
+    def _end_step(self) -> None:
         if self._step is not None:
             self._step.close()
             self._step = None
-        self._update.mark()
 
     def _on_end(self) -> None:
         if self._accumulating or self._reduction.is_paused:
             self._update.keep()
         else:  # the optimizer step comes next
             self.note_step()
-            self.changed()
+            self._end_step()
+            self._update.mark()
             if not self._is_stage:
                 self.call_hooks()
 

@@ -77,6 +77,9 @@ class _ShardedWeights(Strategy):
         self._pinned: set[int] = set()  # blocks that the running forward pinned
         self._read: set[int] = set()  # blocks that a forward pinned and whose backward has not run yet
         self._held_open = 0
+        self._is_written = (
+            False  # the owners' parts, since uses of weights before were counted as out of date
+        )
         self._accumulating = False
         self._on_hold = False
         self._is_walking_back = False
@@ -169,6 +172,7 @@ class _ShardedWeights(Strategy):
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """See `Strategy.gathered`."""
+        self._count_write()
         self._drop_all()  # remaining weights may be older than the optimizer step
         self._held_open += 1
         try:
@@ -188,12 +192,14 @@ class _ShardedWeights(Strategy):
 
     def changed(self) -> None:
         """See `Strategy.changed`. Weights are gathered anew in every forward."""
+        self._is_written = True
         self._end_keeping()
         self._drop_all()
 
     # -- visits, in the order in which a step makes them --------------------------------------------
 
     def _begin_forward(self) -> None:
+        self._count_write()
         self._end_keeping()
         self._drop_all()  # as in `gathered`
         if self._keeps_all:
@@ -263,6 +269,12 @@ class _ShardedWeights(Strategy):
             self.note_step()
             if not self._is_stage:
                 self.call_hooks()
+
+    def _count_write(self) -> None:
+        if self._is_written:
+            for bucket in self._buckets:
+                bucket.count_write()
+        self._is_written = False
 
     # -- what the visits do -------------------------------------------------------------------------
 
