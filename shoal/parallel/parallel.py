@@ -135,13 +135,17 @@ class Parallel(ModelFace):
         require_padded(self.plan, count)
         mean_of = self.mean_of(count)
 
-        def forward(number: int, inputs: Any, targets: Any) -> torch.Tensor:
+        def begin(number: int, inputs: Any) -> None:
+            self.begin_micro_batch(number)
             prepare(number, inputs)
+
+        def forward(number: int, inputs: Any, targets: Any) -> torch.Tensor:
+            begin(number, inputs)
             return loss(Arguments.of(inputs, self.module.forward).give(self), targets)
 
         with self._auxiliary.dividing_by(mean_of):
             if self._pipeline is not None:
-                return self._pipeline.run(micro_batches, count, loss, prepare, mean_of=mean_of)
+                return self._pipeline.run(micro_batches, count, loss, begin, mean_of=mean_of)
             forwards = (partial(forward, number, *pair) for number, pair in enumerate(micro_batches))
             return run_one_by_one(forwards, count, self.accumulate, mean_of=mean_of)
 
@@ -269,6 +273,11 @@ class Parallel(ModelFace):
         With None, as at first, they get the factor that the loop puts on `next_token_loss`.
         """
         self._auxiliary.divide_by(None if number is None else self.mean_of(number))
+
+    def begin_micro_batch(self, number: int) -> None:
+        """Tell the number of the next forward in its step: a padded rank's routers have no losses of more."""
+        if self.plan.is_padded and (shares := self.plan.shared) is not None:
+            self._auxiliary.begin_micro_batch(counts=number < shares.of_rank(self.axes.dp.index))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also those of a step that was abandoned between its micro-batches.
