@@ -119,6 +119,8 @@ def _on_all_parts(unscale: Callable[..., dict[torch.device, torch.Tensor]]) -> C
     def checked(scaler: Any, optimizer: Any, *arguments: Any) -> dict[torch.device, torch.Tensor]:
         found = unscale(scaler, optimizer, *arguments)
         given = [each for group in optimizer.param_groups for each in group["params"]]
+        # torch changes gradients there without counting it, and norms may be known from before.
+        torch.autograd.graph.increment_version([each.grad for each in given if each.grad is not None])
         parts = {
             mark.axis: each.device for each in given if (mark := getattr(each, _PARTS, None)) is not None
         }

@@ -198,8 +198,10 @@ class Bucket:
             if owned.gradient is not None and owned.stored is not None:
                 part.copy_(owned.gradient)
                 owned.give(view)
-                if owned.family.tied_ranks is None:  # otherwise another stage's gradient is still to be added
-                    noted.append((owned.stored, part, view))
+                gradient = owned.parameter.grad
+                # Otherwise another stage's gradient is still to be added.
+                if owned.family.tied_ranks is None and gradient is not None:
+                    noted.append((owned.stored, part, gradient))
         note_norms(noted)
         self._shard.write_gradients(staged)
 
