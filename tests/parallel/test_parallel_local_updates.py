@@ -160,9 +160,11 @@ def matrix():
     return nn.Linear(6, 4)
 
 
-def pulled(parallel, optimizer, steps):
-    """Steps of least squares; each worker has another target."""
+def pulled(parallel, optimizer, steps, falls=False):
+    """Steps of least squares; each worker has another target, and the learning rate may fall."""
     for step in steps:
+        if falls:
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
         chance = torch.Generator().manual_seed(10 * step + dist.get_rank())
         inputs = torch.randn(8, 6, generator=chance)
         (parallel(inputs) - dist.get_rank()).square().mean().backward()
@@ -234,7 +236,7 @@ def resumed(text, folder, door, settles=True):
     ended = []
     for is_resumed in (False, True):
         parallel, optimizer = made(text) if is_local else plain(text)
-        pulled(parallel, optimizer, range(5))
+        pulled(parallel, optimizer, range(5), "stretch" in text)
         if is_local and settles:
             optimizer.settle()
         if is_resumed:
@@ -250,7 +252,7 @@ def resumed(text, folder, door, settles=True):
             else:
                 optimizer.load_state_dict(kept[1])
                 parallel.load_state_dict(kept[0])
-        pulled(parallel, optimizer, range(5, 10))
+        pulled(parallel, optimizer, range(5, 10), "stretch" in text)
         if is_local:
             optimizer.settle()
         ended.append([each.local.clone() for each in parallel.owned])
@@ -269,6 +271,7 @@ def plain(text):
         ("dp=2,exchange=local,every=2,dense=3,compress=topk:8", "model first"),
         ("dp=2,exchange=local,every=2,dense=3,compress=topk:8", "optimizer first"),
         ("dp=2,exchange=local,every=3,fragments=2,compress=powersgd:1", "shoal.load"),
+        ("dp=2,exchange=local,every=1,stretch=9", "shoal.load"),
         ("dp=2,compress=int8,dense=4", "shoal.load"),
     ],
 )
