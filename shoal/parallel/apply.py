@@ -330,13 +330,13 @@ def require_layout(model: nn.Module, plan: Plan, sequence: int, layout: TensorLa
 
 
 def _require_counted_routers(model: nn.Module, plan: Plan) -> None:
-    """Refuse a model with routers if ranks are padded: their losses would count what is repeated."""
-    if plan.is_padded and mixtures_of(model):
+    """Refuse a model with routers if ranks are padded and forwards run again while others are under way."""
+    if plan.is_padded and plan.pp > 1 and plan.recompute != "none" and mixtures_of(model):
         raise PlanError(
-            f"shares={plan.shares} was given with shard={plan.shard}, pp={plan.pp}, and the losses of the "
-            "model's routers would count micro-batches that are made again",
-            possible="shares with shard=none or zero1 and pp=1, or a model without experts",
-            change="leave out shares",
+            f"shares={plan.shares} was given with pp={plan.pp}, recompute={plan.recompute}, and the losses "
+            "of the model's routers would count micro-batches that are made again",
+            possible="shares with recompute=none or pp=1, or a model without experts",
+            change="leave out recompute or shares",
         )
 
 

@@ -37,6 +37,11 @@ class AuxiliaryLosses:
         if mean_of is not None:
             set_auxiliary_scale(self._model, 1 / (mean_of * self._split))
 
+    def begin_micro_batch(self, *, counts: bool) -> None:
+        """Set whether the losses of the next forward count, of those that are divided by a number."""
+        if self._mean_of is not None:
+            set_auxiliary_scale(self._model, counts / (self._mean_of * self._split))
+
     def run(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """Return the model's output, which tells the loss to note its factor if nobody told the number."""
         if not self._is_there or self._mean_of is not None or not torch.is_grad_enabled():

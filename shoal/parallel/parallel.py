@@ -135,13 +135,17 @@ class Parallel(ModelFace):
         require_padded(self.plan, count)
         mean_of = self.mean_of(count)
 
-        def forward(number: int, inputs: Any, targets: Any) -> torch.Tensor:
+        def begin(number: int, inputs: Any) -> None:
+            self.begin_micro_batch(number)
             prepare(number, inputs)
+
+        def forward(number: int, inputs: Any, targets: Any) -> torch.Tensor:
+            begin(number, inputs)
             return loss(Arguments.of(inputs, self.module.forward).give(self), targets)
 
         with self._auxiliary.dividing_by(mean_of):
             if self._pipeline is not None:
-                return self._pipeline.run(micro_batches, count, loss, prepare, mean_of=mean_of)
+                return self._pipeline.run(micro_batches, count, loss, begin, mean_of=mean_of)
             forwards = (partial(forward, number, *pair) for number, pair in enumerate(micro_batches))
             return run_one_by_one(forwards, count, self.accumulate, mean_of=mean_of)
 
@@ -186,6 +190,9 @@ class Parallel(ModelFace):
     ) -> Any:
         """Load whole tensors, or those of `state_dict`; change nothing if one does not fit.
 
+        If the next backward finds other weights than before, it forgets what compression left out of earlier
+        gradients.
+
         Args:
             state_dict: Tensors by the model's names; every rank gives all of them, in a pipeline too.
             strict: Whether names have to be the same.
@@ -204,6 +211,7 @@ class Parallel(ModelFace):
                 possible="assign=False, which copies values into the existing tensors",
                 change="leave out assign",
             )
+        self._expect_others()
         missing, unexpected = self._state.load(state_dict, strict=strict)
         self.changed()
         return nn.modules.module._IncompatibleKeys(missing, unexpected)
@@ -211,12 +219,15 @@ class Parallel(ModelFace):
     def load_full_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load a whole `state_dict` of the model, such as one from `full_state_dict`; all ranks call it.
 
+        What compression left out of earlier gradients is forgotten as in `load_state_dict`.
+
         Args:
             state: On rank 0 the whole model; the argument of other ranks is ignored.
 
         Raises:
             ModelError: Names or shapes are not the model's; then nothing is changed.
         """
+        self._expect_others()
         self._state.load_from_first(state)
         self.changed()
 
@@ -262,6 +273,11 @@ class Parallel(ModelFace):
         With None, as at first, they get the factor that the loop puts on `next_token_loss`.
         """
         self._auxiliary.divide_by(None if number is None else self.mean_of(number))
+
+    def begin_micro_batch(self, number: int) -> None:
+        """Tell the number of the next forward in its step: a padded rank's routers have no losses of more."""
+        if self.plan.is_padded and (shares := self.plan.shared) is not None:
+            self._auxiliary.begin_micro_batch(counts=number < shares.of_rank(self.axes.dp.index))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients, also those of a step that was abandoned between its micro-batches.
@@ -360,6 +376,12 @@ class Parallel(ModelFace):
         """Scale the whole gradient down to the norm `limit` if it is larger; return the norm before that."""
         limit_gradients(self.owned, norm := self.measure_gradient().whole, limit)
         return norm.item()
+
+    def _expect_others(self) -> None:
+        """Tell compressed exchanges that other weights are about to be loaded."""
+        for strategy in self.strategies:
+            for exchange in strategy.exchanges().values():
+                exchange.expect_others()
 
     def _stale(self) -> str | None:
         return next((each.stale for each in self.strategies if each.stale is not None), None)

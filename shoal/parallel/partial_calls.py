@@ -5,8 +5,11 @@ that they get: under tp, ep and pp that is the norm of one rank's part of the gr
 over parameters, and `backward(inputs=...)`, give the gradient of one rank's samples, or nothing where the
 parameters that compute are others.
 
-Both are found by marks on tensors, which end with these. torch's own modules look up the functions that are
-replaced here at each call, so it does not matter how a caller imported what it calls.
+`torch.amp.GradScaler` skips a step if a gradient that it sees is not finite. Here the ranks that hold parts
+of one state tell each other.
+
+Parameters are found by marks on tensors, which end with these. torch's own modules look up the functions
+that are replaced here at each call, so it does not matter how a caller imported what it calls.
 """
 
 from __future__ import annotations
@@ -17,15 +20,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.utils import clip_grad
 
 from shoal.errors import LayoutError
 from shoal.parallel.axes import Axes
+from shoal.parallel.communication import Axis
 from shoal.parallel.owned import NO_NORM, Owned
 
 __all__ = ["mark_parts"]
 
 _REDUCED = "_shoal_reduced"
+_PARTS = "_shoal_parts"
 _INPUTS = 3  # position of `inputs` among the arguments after the outputs
 
 
@@ -38,7 +44,9 @@ def mark_parts(module: nn.Module, owned: Sequence[Owned], axes: Axes) -> None:
         axes: The axes that the model is laid over.
     """
     computing = dict(module.named_parameters())
+    parts = _Parts(axes.parts)
     for each in owned:
+        setattr(each.parameter, _PARTS, parts)
         if axes.world.size > 1 or each.parameter is not computing[each.name]:
             setattr(each.parameter, _REDUCED, each.name)
             setattr(computing[each.name], _REDUCED, each.name)
@@ -48,6 +56,20 @@ def mark_parts(module: nn.Module, owned: Sequence[Owned], axes: Axes) -> None:
             setattr(each.parameter, NO_NORM, f"rows of {each.name}")
         elif axes.pp.size > 1:
             setattr(each.parameter, NO_NORM, f"{each.name}, and no parameters of other stages")
+
+
+class _Parts:
+    """The ranks that together hold one whole state; a copy of the parameter has none.
+
+    Args:
+        axis: These ranks; None for no others.
+    """
+
+    def __init__(self, axis: Axis | None = None) -> None:
+        self.axis = axis
+
+    def __reduce__(self) -> tuple[type[_Parts], tuple[()]]:
+        return _Parts, ()
 
 
 def _require_norm(tensors: Iterable[Any]) -> None:
@@ -92,6 +114,26 @@ def _of_whole_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
+def _on_all_parts(unscale: Callable[..., dict[torch.device, torch.Tensor]]) -> Callable[..., Any]:
+    @wraps(unscale)
+    def checked(scaler: Any, optimizer: Any, *arguments: Any) -> dict[torch.device, torch.Tensor]:
+        found = unscale(scaler, optimizer, *arguments)
+        given = [each for group in optimizer.param_groups for each in group["params"]]
+        # torch changes gradients there without counting it, and norms may be known from before.
+        torch.autograd.graph.increment_version([each.grad for each in given if each.grad is not None])
+        parts = {
+            mark.axis: each.device for each in given if (mark := getattr(each, _PARTS, None)) is not None
+        }
+        for axis, device in parts.items():
+            if axis is not None and axis.size > 1:
+                total = sum((each.to(device) for each in found.values()), torch.zeros((), device=device))
+                axis.all_reduce(total, "found_inf").wait()
+                found[device] = total.clamp(max=1.0)
+        return found
+
+    return checked
+
+
 def _replace(modules: Sequence[tuple[Any, str]], checked: Callable[..., Any]) -> None:
     function = checked(getattr(*modules[0]))
     for module, name in modules:
@@ -101,3 +143,4 @@ def _replace(modules: Sequence[tuple[Any, str]], checked: Callable[..., Any]) ->
 _replace([(clip_grad, "_get_total_norm"), (nn.utils, "get_total_norm")], _of_whole_norm)
 _replace([(clip_grad, "_clip_grads_with_norm_"), (nn.utils, "clip_grads_with_norm_")], _of_whole_norm)
 _replace([(torch.autograd, "_engine_run_backward")], _of_whole_gradients)
+_replace([(GradScaler, "_unscale_grads_")], _on_all_parts)

@@ -65,7 +65,7 @@ def plan_for(job: Job, members: int) -> Plan:
 
 
 def _may_pad(config: TrainConfig) -> bool:
-    """Return whether ranks may be padded: losses of routers would count what is repeated."""
+    """Return whether ranks may be padded: with routers, not under every Plan."""
     return not mixtures_of(shape_of(config))
 
 

@@ -174,6 +174,7 @@ class Passes:
         sent: list[tuple[torch.Tensor, Pending]] = []
 
         def forward(number: int, here: MicroBatch) -> torch.Tensor:
+            self._parallel.begin_micro_batch(number)
             self._set_dropout(position, number, here.first)
             return self._share(weights, passed, number, here, self._parallel(*here.arguments, **here.named))
 

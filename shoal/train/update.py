@@ -32,7 +32,8 @@ class Update:
         self._parallel = parallel
         self._optimizer: Any = optimizer
         self._clip = clip
-        self.is_on_device = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        exchanges = isinstance(optimizer, (LocalUpdates, GuidedUpdates, ServedUpdates))
+        self.is_on_device = not exchanges and getattr(optimizer, "_step_supports_amp_scaling", False)
 
     def make(
         self, loss: torch.Tensor, norm: torch.Tensor, counted: torch.Tensor | None = None

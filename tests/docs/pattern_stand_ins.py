@@ -522,3 +522,46 @@ def casts(plan: str) -> Any:
         parallel.half()
     except shoal.errors.LayoutError:
         return parallel.to(torch.bfloat16)
+
+
+def penalised(plan: str, place: str) -> Any:
+    """Weights after three steps with a penalty on `model`'s weights, listed once, or on `parameters()`."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    parallel = shoal.parallelize(model, plan)
+    weights = list(parallel.parameters() if place == "owned" else model.parameters())
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    for step in range(3):
+        chance = torch.Generator().manual_seed(step)
+        inputs, targets = parallel.local(
+            (torch.randn(4, 6, generator=chance), torch.randn(4, 3, generator=chance))
+        )
+        penalty = torch.zeros(())
+        for late in (False, True):
+            if late:
+                loss = F.mse_loss(parallel(inputs), targets)
+            if late is (place == "late"):
+                squares = [each.square().sum() for each in weights]
+                penalty = sum(
+                    each.full_tensor() if hasattr(each, "full_tensor") else each for each in squares
+                )
+        (loss + 0.1 * penalty).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with parallel.gathered():
+        return [each.detach().clone() for each in model.parameters()]
+
+
+@pattern("a penalty on weights of `model` that were listed once, before the forward")
+def penalty_before(plan: str) -> Any:
+    return penalised(plan, "early")
+
+
+@pattern("a penalty on weights of `model` that were listed once, after the forward")
+def penalty_after(plan: str) -> Any:
+    return penalised(plan, "late")
+
+
+@pattern("a penalty on `parameters()` of what `shoal.parallelize` returned")
+def penalty_on_parts(plan: str) -> Any:
+    return penalised(plan, "owned")

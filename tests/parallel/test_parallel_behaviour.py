@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import LayoutError, ModelError, PlanError, TrainingError
-from shoal.models import Transformer, build, next_token_loss
+from shoal.models import Transformer, next_token_loss
 from shoal.parallel import parallelize
 from shoal.parallel.micro_batches import require_padded
 from shoal.plan import Plan
@@ -364,10 +364,7 @@ def test_floating_inputs_are_cast_for_bf16():
     assert all(parameter.grad.dtype == torch.float32 for parameter in parallel.parameters())
 
 
-def test_a_model_with_routers_and_loops_of_the_user_take_no_padded_ranks():
-    model = build("tiny-experts", overrides={"layers": 1, "hidden": 16, "heads": 2, "kv_heads": 1, "seq": 8})
-    with pytest.raises(PlanError, match="routers would count"):
-        parallelize(model, "dp=2,shard=zero3,shares=2-1")
+def test_loops_of_the_user_give_padded_ranks_as_many_micro_batches_as_the_others():
     padded = Plan.parse("dp=2,pp=2,shares=2-1")
     require_padded(padded, 2)
     with pytest.raises(PlanError, match="each rank needs 2"):

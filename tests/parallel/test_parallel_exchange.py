@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from shoal.collectives.values import broadcast_value
 from shoal.parallel import LocalUpdates, Outer, outer_settings, parallelize
 from shoal.parallel.exchange.rounds import Rounds
 from shoal.plan import Plan
@@ -123,6 +124,37 @@ def with_a_bad_step(text):
 def left_of_whole(parallel):
     (held,) = [each.exchange for each in parallel.strategies[0]._reduction._sums]
     return held.sum.memories[0][1].left
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=2,shard=zero1", "dp=4,shard=zero3,replicate=2"])
+@pytest.mark.parametrize("whole", [True, False])
+def test_after_a_load_nothing_is_left_of_earlier_gradients(ranks, layout, whole):
+    number, text = Plan.parse(layout).dp, f"{layout},compress=topk:64"
+    fresh = ranks.run(loaded_after, number, text, 0, whole, ["first"])
+    loaded = ranks.run(loaded_after, number, text, 3, whole, ["first"])
+    never = ranks.run(loaded_after, number, text, 3, whole, [])
+    back = ranks.run(loaded_after, number, text, 3, whole, ["first", "own"])  # as to evaluate an average
+    for one, other in [*zip(loaded, fresh, strict=True), *zip(back, never, strict=True)]:
+        assert torch.equal(one, other)
+    assert not torch.equal(loaded[0], never[0])
+
+
+def loaded_after(text, steps, whole, loads):
+    """Values after some steps, loads of the first values or of the present ones, and another step."""
+    like = matrix()
+    states = {"first": {name: each.clone() for name, each in like.state_dict().items()}}
+    parallel = parallelize(like, text)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=RATE)
+    for step in [*range(steps), STEPS]:
+        if step == STEPS:
+            states["own"] = broadcast_value(parallel.full_state_dict())
+            for load in loads:
+                (parallel.load_full_state_dict if whole else parallel.load_state_dict)(states[load])
+        loss_of(parallel, like, step, dist.get_rank()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with parallel.gathered():
+        return like.weight.detach().clone()
 
 
 def test_the_first_steps_are_dense(ranks):

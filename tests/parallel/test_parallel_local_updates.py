@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shoal
+from shoal.errors import WorkerError
 from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.parallel import LocalUpdates, Outer, Replicas, parallelize
 
@@ -159,9 +160,11 @@ def matrix():
     return nn.Linear(6, 4)
 
 
-def pulled(parallel, optimizer, steps):
-    """Steps of least squares; each worker has another target."""
+def pulled(parallel, optimizer, steps, falls=False):
+    """Steps of least squares; each worker has another target, and the learning rate may fall."""
     for step in steps:
+        if falls:
+            optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
         chance = torch.Generator().manual_seed(10 * step + dist.get_rank())
         inputs = torch.randn(8, 6, generator=chance)
         (parallel(inputs) - dist.get_rank()).square().mean().backward()
@@ -227,14 +230,14 @@ def test_own_weights_that_a_worker_takes_back_stay_what_it_changed(ranks):
         assert all(torch.equal(first, second) for first, second in zip(one, other, strict=True))
 
 
-def resumed(text, folder, door):
+def resumed(text, folder, door, settles=True):
     """Values after 10 steps, in one go and with a change to a new model after 5."""
     is_local = "local" in text
     ended = []
     for is_resumed in (False, True):
         parallel, optimizer = made(text) if is_local else plain(text)
-        pulled(parallel, optimizer, range(5))
-        if is_local:
+        pulled(parallel, optimizer, range(5), "stretch" in text)
+        if is_local and settles:
             optimizer.settle()
         if is_resumed:
             kept = parallel.state_dict(), optimizer.state_dict()
@@ -249,7 +252,7 @@ def resumed(text, folder, door):
             else:
                 optimizer.load_state_dict(kept[1])
                 parallel.load_state_dict(kept[0])
-        pulled(parallel, optimizer, range(5, 10))
+        pulled(parallel, optimizer, range(5, 10), "stretch" in text)
         if is_local:
             optimizer.settle()
         ended.append([each.local.clone() for each in parallel.owned])
@@ -268,6 +271,7 @@ def plain(text):
         ("dp=2,exchange=local,every=2,dense=3,compress=topk:8", "model first"),
         ("dp=2,exchange=local,every=2,dense=3,compress=topk:8", "optimizer first"),
         ("dp=2,exchange=local,every=3,fragments=2,compress=powersgd:1", "shoal.load"),
+        ("dp=2,exchange=local,every=1,stretch=9", "shoal.load"),
         ("dp=2,compress=int8,dense=4", "shoal.load"),
     ],
 )
@@ -275,6 +279,22 @@ def test_a_loop_of_ones_own_goes_on_as_if_it_had_not_ended(ranks, tmp_path, text
     """The checkpoint has the number 0, and the training has made five steps: the next is not dense again."""
     for whole, parted in ranks.run(resumed, 2, text, tmp_path, door):
         assert all(torch.equal(first, second) for first, second in zip(whole, parted, strict=True))
+
+
+@pytest.mark.parametrize("door", ["model first", "optimizer first"])
+@pytest.mark.parametrize(
+    "text", ["every=3", "every=4,stretch=3", "every=4,fragments=2", "every=4,delay=1,dense=4"]
+)
+def test_a_state_of_the_middle_of_a_round_goes_on_there(ranks, text, door):
+    """Five steps are no whole round."""
+    for whole, parted in ranks.run(resumed, 2, f"dp=2,exchange=local,{text}", None, door, False):
+        assert all(torch.equal(first, second) for first, second in zip(whole, parted, strict=True))
+
+
+@pytest.mark.parametrize("text", ["every=4,delay=2", "every=2,compress=topk:8"])
+def test_a_state_that_lacks_a_merge_or_what_was_left_out_is_refused(ranks, text):
+    with pytest.raises(WorkerError, match=r"call settle\(\) on all ranks before it"):
+        ranks.run(resumed, 2, f"dp=2,exchange=local,{text}", None, "model first", False)
 
 
 def left_of_all(text, folder, is_resumed):

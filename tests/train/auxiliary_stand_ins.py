@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from shoal.models import Transformer, TransformerConfig
 from shoal.train import OptimizerConfig, Trainer
 
 STEPS, BATCH, MICRO, SEQ, RATE = 2, 8, 2, 16, 0.5
@@ -43,7 +44,15 @@ SHAPE = {
 }
 
 
+OWN = {"layers": 4, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 24, "expert_ffn": 12, "experts": 4}
+
+
 def model_of(kind: str) -> Any:
+    if kind == "shoal":
+        weights = {"experts_per_token": 2, "balance_weight": 3.0, "z_weight": 0.1}
+        model = Transformer(TransformerConfig(**OWN, **weights, vocab_size=SHAPE["vocab_size"], seq=SEQ))
+        model.initialize(0)
+        return model.train()
     transformers = __import__("transformers")
     config = transformers.AutoConfig.for_model(kind, **SHAPE)
     torch.manual_seed(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from fuzz_reference import CLIP, DECAY, FINAL, OPTIMIZERS, SEED, WARMUP
 from torch import Tensor
 
 from shoal.parallel import LocalUpdates
-from shoal.parallel.exchange import fragments as shoal_fragments
+from shoal.parallel.exchange.fragments import fragments_of
 from shoal.plan import Plan
 from shoal.server import Server, Servers
 from shoal.testing import RankPool
@@ -109,11 +108,7 @@ def _trainer(case: Case, plan: str, addresses: Any) -> Trainer:
 def _fragment_of_each(trainer: Trainer) -> dict[str, Tensor]:
     """Return in which fragment each element is merged: -1 if in none."""
     parallel = trainer.parallel
-    number = parallel.plan.exchanged.fragments
-    if "parallel" in inspect.signature(shoal_fragments.fragments_of).parameters:
-        cut: Any = shoal_fragments.fragments_of(parallel, number)  # type: ignore[arg-type]
-    else:
-        cut = [each.owned for each in shoal_fragments.fragments_of(parallel.owned, number)]
+    cut = fragments_of(parallel, parallel.plan.exchanged.fragments)
     kept = [each.local.clone() for each in parallel.owned]
     for each in parallel.owned:
         each.local.fill_(-1)

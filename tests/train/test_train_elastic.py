@@ -113,6 +113,17 @@ def test_any_plan_goes_on_with_the_ranks_that_are_left(tmp_path, tiny_run, unbro
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("fault", ["kill", "leave"])
+@pytest.mark.parametrize("exchange", ["every=4,delay=2", "every=4,fragments=2,delay=1,compress=int8"])
+def test_workers_whose_merges_take_steps_go_on_without_one_that_is_lost(tmp_path, tiny_run, exchange, fault):
+    words = ["--nproc", "1:2", "--plan", f"dp=2,exchange=local,{exchange}", "--set", "checkpoint.memory=1"]
+    broken = Trained(tmp_path, tiny_run, *words, fault=fault)
+    assert broken.code == 0, broken.told
+    assert sorted(broken.losses) == list(range(1, STEPS + 1))
+    assert broken.losses[STEPS] < broken.losses[1]
+
+
+@pytest.mark.long
 def test_too_few_ranks_end_the_run_with_the_cause_and_the_way_to_go_on(tmp_path, tiny_run):
     words = ["--nproc", "2:2", "--set", "checkpoint.every=2"]
     broken = Trained(tmp_path, tiny_run, *words, "--restarts", "0", fault="kill")

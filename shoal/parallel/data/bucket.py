@@ -144,6 +144,10 @@ class Bucket:
             self._gathering.wait()
             self._gathering = None
 
+    def count_write(self) -> None:
+        """Make backwards fail that go through earlier uses of the weights, as after a write in place."""
+        torch.autograd.graph.increment_version(self.parameters)
+
     def drop_weights(self) -> None:
         """Free the weights; until the next gather the model's parameters read as NaN.
 
@@ -194,8 +198,10 @@ class Bucket:
             if owned.gradient is not None and owned.stored is not None:
                 part.copy_(owned.gradient)
                 owned.give(view)
-                if owned.family.tied_ranks is None:  # otherwise another stage's gradient is still to be added
-                    noted.append((owned.stored, part, view))
+                gradient = owned.parameter.grad
+                # Otherwise another stage's gradient is still to be added.
+                if owned.family.tied_ranks is None and gradient is not None:
+                    noted.append((owned.stored, part, gradient))
         note_norms(noted)
         self._shard.write_gradients(staged)
 

@@ -35,6 +35,7 @@ class CompressedBucket:
         self._step = self._exchanges = 0
         self.scatter: CompressedScatter | None = None
         self._sum: CompressedSum | None = None
+        self._before: list[torch.Tensor] = []  # weights before others were loaded
         self._changes: int | None = None  # how often the compression had changed when the sum was made
         compressing = bucket.compressing
         if compressing is None or compressing.is_between_workers or not bucket.trains:
@@ -73,16 +74,35 @@ class CompressedBucket:
     def kept(self) -> dict[str, torch.Tensor]:
         """Return what the next exchange on this rank depends on, by name."""
         exchange = self.sum or self.scatter
-        return {} if exchange is None else exchange.kept()
+        return {} if exchange is None or self._has_others else exchange.kept()
 
     def restore(self, kept: Mapping[str, torch.Tensor]) -> None:
         """Go on with what `kept` returned."""
+        self._before = []
         exchange = self.sum or self.scatter
         if exchange is not None:
             exchange.restore(kept)
 
+    def expect_others(self) -> None:
+        """Forget what was left out, if the next exchange finds other weights than the present ones.
+
+        An evaluation may load an average, and then the weights that were there before.
+        """
+        if not self._before and self.kept():
+            self._before = [owned.local.clone() for owned in self._bucket.owned]
+
+    @property
+    def _has_others(self) -> bool:
+        return not all(map(torch.equal, self._before, (owned.local for owned in self._bucket.owned)))
+
+    def _forget_if_others(self) -> None:
+        if self._has_others:
+            self.restore({})
+        self._before = []
+
     def all_reduce(self, sums: torch.Tensor) -> Pending:
         """Begin to sum a whole buffer, or this rank's rows of one, over the replicas, in place."""
+        self._forget_if_others()
         bucket, layout = self._bucket, self._bucket.layout
         is_whole = layout.shards == 1
         elements = layout.elements if is_whole else layout.packed_elements
@@ -96,6 +116,7 @@ class CompressedBucket:
 
     def reduce_scatter(self, buffer: torch.Tensor) -> Pending:
         """Begin to sum a buffer; this rank gets the sums of its rows, in place."""
+        self._forget_if_others()
         bucket, layout = self._bucket, self._bucket.layout
         reduce = bucket.family.reduce
         packed = buffer.new_zeros(layout.shards * layout.packed_elements)

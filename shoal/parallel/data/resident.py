@@ -23,9 +23,10 @@ from typing import final
 
 from shoal.parallel.axes import Axes
 from shoal.parallel.data.blocks import groups_by_size
+from shoal.parallel.data.compressed_bucket import CompressedBucket
 from shoal.parallel.data.gradient import GradientReduction
 from shoal.parallel.data.gradient_sum import GradientSum
-from shoal.parallel.data.strategy import Exchanging, Setup, Strategy
+from shoal.parallel.data.strategy import Setup, Strategy
 from shoal.parallel.data.update import WeightUpdate
 from shoal.parallel.owned import Frozen, Owned
 from shoal.plan import Sharding
@@ -83,7 +84,7 @@ class _ResidentWeights(Strategy):
         """See `Strategy.stale`."""
         return None if self._update.is_fresh else "may be older than their owners' last change"
 
-    def exchanges(self) -> Mapping[str, Exchanging]:
+    def exchanges(self) -> Mapping[str, CompressedBucket]:
         """See `Strategy.exchanges`."""
         return self._reduction.exchanges()
 
@@ -141,21 +142,26 @@ class _ResidentWeights(Strategy):
     def clear(self) -> None:
         """See `Strategy.clear`."""
         self._reduction.clear()
-        self.changed()
+        self._end_step()
+        self._update.mark()
 
     def changed(self) -> None:
         """See `Strategy.changed`."""
+        self._end_step()
+        self._update.mark_written()
+
+    def _end_step(self) -> None:
         if self._step is not None:
             self._step.close()
             self._step = None
-        self._update.mark()
 
     def _on_end(self) -> None:
         if self._accumulating or self._reduction.is_paused:
             self._update.keep()
         else:  # the optimizer step comes next
             self.note_step()
-            self.changed()
+            self._end_step()
+            self._update.mark()
             if not self._is_stage:
                 self.call_hooks()
 

@@ -14,6 +14,7 @@ from torch import nn
 from shoal.parallel.axes import Axes, Family
 from shoal.parallel.data.blocks import Group, Run, parameter_runs
 from shoal.parallel.data.bucket import Bucket
+from shoal.parallel.data.compressed_bucket import CompressedBucket
 from shoal.parallel.exchange.compressing import Compressing
 from shoal.parallel.first_values import FirstValues
 from shoal.parallel.layout import Cut
@@ -197,7 +198,7 @@ class Strategy(ABC):
         if self.compressing is not None:
             self.compressing.step += 1
 
-    def exchanges(self) -> Mapping[str, Exchanging]:
+    def exchanges(self) -> Mapping[str, CompressedBucket]:
         """Return the exchanges whose next result depends on earlier ones, by name."""
         return {}
 

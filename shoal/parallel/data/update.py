@@ -39,6 +39,7 @@ class WeightUpdate:
     ) -> None:
         self._buckets = [bucket for bucket in buckets if not bucket.is_current]
         self._is_fresh = False  # gathered, and not written since
+        self._is_written = False  # the owners' parts, since the last gather
         self._is_used = False  # a forward has used it since its gather, without a backward
         self._under_way = False
         self._unchanged = 0
@@ -70,6 +71,11 @@ class WeightUpdate:
         self._finish()
         self._is_fresh = self._is_used = False
 
+    def mark_written(self) -> None:
+        """Note that the owners' parts have changed, so that values made of the weights are old."""
+        self._is_written = True
+        self.mark()
+
     def keep(self) -> None:
         """Note that a backward has ended after which the owners' parts do not change yet."""
         self._is_used = False
@@ -95,7 +101,10 @@ class WeightUpdate:
 
     def _gather(self) -> None:
         for bucket in self._buckets:
+            if self._is_written:
+                bucket.count_write()
             bucket.start_gather()
+        self._is_written = False
         self._is_fresh = self._under_way = True
         self._is_used = False
         self._seen.clear()

@@ -27,9 +27,10 @@ import torch
 from shoal.parallel.data.block_order import BlockOrder, Visits
 from shoal.parallel.data.blocks import groups_by_block
 from shoal.parallel.data.bucket import Bucket
+from shoal.parallel.data.compressed_bucket import CompressedBucket
 from shoal.parallel.data.gradient import GradientReduction
 from shoal.parallel.data.gradient_sum import GradientSum
-from shoal.parallel.data.strategy import Exchanging, Setup, Strategy
+from shoal.parallel.data.strategy import Setup, Strategy
 from shoal.parallel.owned import Frozen, Owned
 from shoal.plan import Sharding
 
@@ -76,6 +77,9 @@ class _ShardedWeights(Strategy):
         self._pinned: set[int] = set()  # blocks that the running forward pinned
         self._read: set[int] = set()  # blocks that a forward pinned and whose backward has not run yet
         self._held_open = 0
+        self._is_written = (
+            False  # the owners' parts, since uses of weights before were counted as out of date
+        )
         self._accumulating = False
         self._on_hold = False
         self._is_walking_back = False
@@ -121,7 +125,7 @@ class _ShardedWeights(Strategy):
         """See `Strategy.unchanged`. Every forward gathers weights nevertheless."""
         return nullcontext()
 
-    def exchanges(self) -> Mapping[str, Exchanging]:
+    def exchanges(self) -> Mapping[str, CompressedBucket]:
         """See `Strategy.exchanges`."""
         return self._reduction.exchanges()
 
@@ -168,6 +172,7 @@ class _ShardedWeights(Strategy):
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """See `Strategy.gathered`."""
+        self._count_write()
         self._drop_all()  # remaining weights may be older than the optimizer step
         self._held_open += 1
         try:
@@ -187,12 +192,14 @@ class _ShardedWeights(Strategy):
 
     def changed(self) -> None:
         """See `Strategy.changed`. Weights are gathered anew in every forward."""
+        self._is_written = True
         self._end_keeping()
         self._drop_all()
 
     # -- visits, in the order in which a step makes them --------------------------------------------
 
     def _begin_forward(self) -> None:
+        self._count_write()
         self._end_keeping()
         self._drop_all()  # as in `gathered`
         if self._keeps_all:
@@ -262,6 +269,12 @@ class _ShardedWeights(Strategy):
             self.note_step()
             if not self._is_stage:
                 self.call_hooks()
+
+    def _count_write(self) -> None:
+        if self._is_written:
+            for bucket in self._buckets:
+                bucket.count_write()
+        self._is_written = False
 
     # -- what the visits do -------------------------------------------------------------------------
 

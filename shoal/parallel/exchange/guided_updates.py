@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, final
 import torch
 from torch.optim import Optimizer
 
-from shoal.parallel.data.compressed_bucket import CompressedBucket
 from shoal.parallel.exchange.local_updates import LocalUpdates
 from shoal.parallel.exchange.mean_gradient import average_gradients
 from shoal.parallel.exchange.outer_settings import outer_settings
@@ -25,6 +24,7 @@ from shoal.parallel.optimizer.composed import (
     loss_of,
     parts_of,
     title_of,
+    unscaled,
 )
 from shoal.parallel.owned import Owned
 from shoal.parallel.parallel import Parallel
@@ -77,6 +77,7 @@ class GuidedUpdates(Composed):
         warmup: int | None = None,
     ) -> None:
         super().__init__(optimizer.param_groups, {})
+        self._step_supports_amp_scaling = True  # a GradScaler calls `step` in each step
         self._parallel = parallel
         self._inner = optimizer
         self._outer = rate, momentum, warmup
@@ -142,7 +143,7 @@ class GuidedUpdates(Composed):
             each.sum.left_out()
             for strategy in self._parallel.strategies
             for each in strategy.exchanges().values()
-            if isinstance(each, CompressedBucket) and each.sum is not None
+            if each.sum is not None
         ]
         return sum(sums, torch.zeros((), device=self._parallel.device))
 
@@ -162,13 +163,17 @@ class GuidedUpdates(Composed):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this worker's optimizer, and merge what is due."""
+        loss = loss_of(closure)
+        if not unscaled(self):
+            self.pass_over()
+            return loss
         self.steps += 1
         copy_settings(self.param_groups, self._inner.param_groups)
         if self._local is not None:
             copy_settings(self.param_groups, self._local.param_groups)
-            return self._local.step(closure)
-        loss = loss_of(closure)
-        self._inner.step()
+            self._local.step()
+        else:
+            self._inner.step()
         return loss
 
     def pass_over(self) -> None:

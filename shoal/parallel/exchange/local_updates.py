@@ -25,11 +25,12 @@ from typing import Any, final
 import torch
 from torch.optim import Optimizer
 
+from shoal.errors import TrainingError
 from shoal.parallel.communication import Axis, Pending
 from shoal.parallel.exchange.mean_gradient import average_gradients
 from shoal.parallel.exchange.merges import Merges
 from shoal.parallel.exchange.outer_settings import Outer, outer_settings
-from shoal.parallel.exchange.outer_state import OuterState
+from shoal.parallel.exchange.outer_state import divided
 from shoal.parallel.exchange.rounds import Rounds
 from shoal.parallel.exchange.sums import CompressedSum
 from shoal.parallel.exchange.worker_states import average_states
@@ -40,6 +41,7 @@ from shoal.parallel.optimizer.composed import (
     loss_of,
     parts_of,
     title_of,
+    unscaled,
 )
 from shoal.parallel.owned import Owned
 from shoal.parallel.parallel import Parallel
@@ -59,7 +61,7 @@ class LocalUpdates(Composed):
         optimizer = LocalUpdates(parallel, torch.optim.AdamW(parallel.parameters(), lr=4e-4))
 
     All workers call `step` or `pass_over` equally often. Weights that all workers load alike are those that
-    the next merges begin with.
+    the next merges begin with. Call `settle` before `state_dict()` if merges take steps or are compressed.
 
     Args:
         parallel: The model; its Plan has `exchange=local` or `auto`.
@@ -77,6 +79,7 @@ class LocalUpdates(Composed):
         exchange: Exchange | None = None,
     ) -> None:
         super().__init__(optimizer.param_groups, {})
+        self._step_supports_amp_scaling = True  # a GradScaler calls `step` in each step
         exchange = parallel.plan.exchanged if exchange is None else exchange
         self._parallel = parallel
         self._inner = optimizer
@@ -87,7 +90,9 @@ class LocalUpdates(Composed):
         self._told: tuple[torch.Tensor, Pending] | None = None
         self._loads = Counter(parallel.loads)
         self._has_state = False  # whether this state was loaded, and no step was made since
+        self._is_settled = True  # since the last step
         self._merges.remember()
+        self.register_state_dict_pre_hook(_require_whole_state)
         self.register_state_dict_post_hook(_with_progress)
         self.register_load_state_dict_pre_hook(_take_progress)
 
@@ -162,6 +167,9 @@ class LocalUpdates(Composed):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step this worker's optimizer, and merge what is due."""
         loss = loss_of(closure)
+        if not unscaled(self):
+            self.pass_over()
+            return loss
         copy_settings(self.param_groups, self._inner.param_groups)
         self._take_loaded()
         self._inner.step()
@@ -190,6 +198,7 @@ class LocalUpdates(Composed):
         self._has_begun = self._has_ended = True
         average_states(self._parallel, self._inner)
         self._merges.share_errors()
+        self._is_settled = True
         self._parallel.changed()
         self.show()
 
@@ -227,12 +236,7 @@ class LocalUpdates(Composed):
     def take(self) -> None:
         """See `Composed.take`."""
         copy_settings(self.param_groups, self._inner.param_groups)
-        outer: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
-        inner: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
-        for parameter, state in self.state.items():
-            for key, value in state.items():
-                (outer if key.startswith(OuterState.PREFIX) else inner)[parameter][key] = value
-        self._merges.outer.state, self._inner.state = outer, inner
+        self._merges.outer.state, self._inner.state = divided(self.state)
         if isinstance(self._inner, Composed):
             self._inner.take()
         self._merges.drop()
@@ -242,7 +246,8 @@ class LocalUpdates(Composed):
 
     def _advance(self) -> None:
         """Count a step, end the merge that is due to end, and begin the one that is due to begin."""
-        was_dense, self._has_state = self._rounds.is_dense, False
+        was_dense = self._rounds.is_dense
+        self._has_state = self._is_settled = False
         self._rounds.note(float(self.param_groups[0]["lr"]))
         due = self._rounds.advance()
         if was_dense:
@@ -307,12 +312,27 @@ class LocalUpdates(Composed):
         return equal
 
 
+def _require_whole_state(optimizer: Any) -> None:
+    """Check that a `state_dict` has all that this worker goes on with.
+
+    Raises:
+        TrainingError: It would lack a merge that is under way, or what compression left out.
+    """
+    lefts = (exchange.kept() for exchange in optimizer.exchanges().values())
+    if not optimizer._is_settled and (optimizer._merges.ends is not None or any(lefts)):
+        raise TrainingError(
+            "state_dict() of local updates was called between merges, and would lack a merge that is under "
+            "way or what compression left out: call settle() on all ranks before it, or save with shoal.save"
+        )
+
+
 def _with_progress(optimizer: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Return a `state_dict` with the steps made and `LocalUpdates.rates`."""
-    return {**state, _PROGRESS: {"steps": optimizer.steps, "rates": optimizer.rates}}
+    """Return a `state_dict` with the steps made, `LocalUpdates.rates`, and the round."""
+    rounds = optimizer._rounds
+    return {**state, _PROGRESS: {"steps": rounds.step, "rates": rounds.rates, "round": rounds.span}}
 
 
 def _take_progress(optimizer: Any, state: dict[str, Any]) -> None:
     """Go on after the steps of a `state_dict`."""
     if (progress := state.get(_PROGRESS)) is not None:
-        optimizer._rounds.set_step(progress["steps"], tuple(progress["rates"]))
+        optimizer._rounds.set_step(progress["steps"], tuple(progress["rates"]), tuple(progress["round"]))

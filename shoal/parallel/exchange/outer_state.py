@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -10,7 +11,9 @@ from torch.optim import Optimizer
 
 from shoal.parallel.owned import Owned, local_part
 
-__all__ = ["OuterState"]
+__all__ = ["OuterState", "divided"]
+
+_States = defaultdict[Any, dict[str, Any]]
 
 
 @final
@@ -59,3 +62,13 @@ class OuterState(Optimizer):
         """Forget what was left out of merges of these parameters."""
         for each in owned:
             self.state[each.parameter].pop("outer_error", None)
+
+
+def divided(states: Mapping[Any, Mapping[str, Any]]) -> tuple[_States, _States]:
+    """Return the states of parameters that an `OuterState` has, and those of the workers' optimizers."""
+    outer: _States = defaultdict(dict)
+    inner: _States = defaultdict(dict)
+    for parameter, state in states.items():
+        for key, value in state.items():
+            (outer if key.startswith(OuterState.PREFIX) else inner)[parameter][key] = value
+    return outer, inner

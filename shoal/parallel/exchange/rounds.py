@@ -77,8 +77,17 @@ class Rounds:
         grown = self._exchange.every / max(share, 1e-6) ** 2
         self._length = int(min(grown, self._exchange.every * self._exchange.stretch))
 
-    def set_step(self, steps: int, rates: tuple[float, float] = (0.0, 0.0)) -> None:
-        """Go on after this many steps, at the start of a round, with what `rates` was then."""
+    @property
+    def span(self) -> tuple[int, int]:
+        """The steps made when the round began, and its number of steps."""
+        return self._first, self._length
+
+    def set_step(
+        self, steps: int, rates: tuple[float, float] = (0.0, 0.0), span: tuple[int, int] | None = None
+    ) -> None:
+        """Go on after this many steps, with what `rates` and `span` were then; None begins a round."""
         self.step = steps
         self._rate, self._peak = rates
         self.begin()
+        if span is not None:
+            self._first, self._length = span

@@ -17,15 +17,21 @@ from torch.optim import SGD, Optimizer
 
 from shoal.checkpoint import Coordinator
 from shoal.collectives import codec_of
-from shoal.errors import LayoutError
 from shoal.parallel.exchange.conversations import Conversations
 from shoal.parallel.exchange.flat import pack, unpack
 from shoal.parallel.exchange.outer_settings import Outer
-from shoal.parallel.exchange.outer_state import OuterState
+from shoal.parallel.exchange.outer_state import OuterState, divided
 from shoal.parallel.exchange.pushes import Pushes
-from shoal.parallel.exchange.served_state import give_state, take_state
+from shoal.parallel.exchange.served_state import give_state, require_elementwise, take_state
 from shoal.parallel.exchange.sums import seed_of
-from shoal.parallel.optimizer.composed import Composed, OptimizerPart, copy_settings, loss_of, title_of
+from shoal.parallel.optimizer.composed import (
+    Composed,
+    OptimizerPart,
+    copy_settings,
+    loss_of,
+    title_of,
+    unscaled,
+)
 from shoal.parallel.owned import Owned, local_part
 from shoal.parallel.parallel import Parallel
 from shoal.plan import Compression
@@ -97,13 +103,8 @@ class ServedUpdates(Composed):
         recorder: Recorder | None = None,
     ) -> None:
         super().__init__(optimizer.param_groups, {})
-        if isinstance(optimizer, Composed):
-            raise LayoutError(
-                f"parameter servers were given {title_of(optimizer)}, whose update of an element depends on "
-                "others",
-                possible="optimizers that update each element by itself: adamw, sgd, lion",
-                change="choose one of these, or exchange=local without servers",
-            )
+        self._step_supports_amp_scaling = True  # a GradScaler calls `step` in each step
+        require_elementwise(optimizer)
         self._parallel, self._inner, self._servers = parallel, optimizer, servers
         self._terms, self._ranks = terms, ranks
         self._talk = Conversations(recorder, parallel.axes.world)
@@ -200,6 +201,9 @@ class ServedUpdates(Composed):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make a step: on the servers, or by this worker; exchange when it is due."""
         loss = loss_of(closure)
+        if not unscaled(self):
+            self.pass_over()
+            return loss
         copy_settings(self.param_groups, self._inner.param_groups)
         self._made += 1
         if self.is_local:
@@ -269,12 +273,7 @@ class ServedUpdates(Composed):
     def take(self) -> None:
         """See `Composed.take`."""
         copy_settings(self.param_groups, self._inner.param_groups)
-        outer: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
-        inner: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
-        for parameter, state in self.state.items():
-            for key, value in state.items():
-                (outer if key.startswith(OuterState.PREFIX) else inner)[parameter][key] = value
-        self._outer.state, self._inner.state = outer, inner
+        self._outer.state, self._inner.state = divided(self.state)
 
     def _join(self) -> None:
         """Join the training, give the servers the first values, and take theirs."""

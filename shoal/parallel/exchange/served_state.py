@@ -14,12 +14,29 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from shoal.errors import LayoutError
+from shoal.parallel.optimizer.composed import Composed, title_of
 from shoal.parallel.owned import Owned, local_part
 from shoal.server import Blueprint
 
-__all__ = ["give_state", "take_state"]
+__all__ = ["give_state", "require_elementwise", "take_state"]
 
 _OfServer = tuple[Sequence[Mapping[str, Any]], Sequence[torch.Tensor]]
+
+
+def require_elementwise(optimizer: Optimizer) -> None:
+    """Check that servers can step an optimizer on their windows of the parameters.
+
+    Raises:
+        LayoutError: Its update of an element depends on others.
+    """
+    if isinstance(optimizer, Composed):
+        raise LayoutError(
+            f"parameter servers were given {title_of(optimizer)}, whose update of an element depends on "
+            "others",
+            possible="optimizers that update each element by itself: adamw, sgd, lion",
+            change="choose one of these, or exchange=local without servers",
+        )
 
 
 def give_state(optimizer: Optimizer, owned: Sequence[Owned], windows: Sequence[slice]) -> list[_OfServer]:

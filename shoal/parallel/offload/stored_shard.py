@@ -85,22 +85,27 @@ class Stored:
         shard: The shard.
         offset: The part's first element in the shard's buffer.
         norm: Norm of the gradient that was written last; None if none was.
-        version: The version of the mapped gradient that `norm` belongs to.
+        written: Where that gradient lies, and the versions of it and of the DTensor around it.
     """
 
     shard: StoredShard
     offset: int
     norm: torch.Tensor | None = None
-    version: int = -1
+    written: tuple[int, int, int] | None = None
 
     def norm_of(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        """Return the norm of the part's gradient, unless it has changed since it was written."""
-        is_mapped = self.shard.gradients is not None and gradient._version == self.version
-        return self.norm if is_mapped else None
+        """Return the norm of a parameter's gradient, unless it has changed since it was written."""
+        return self.norm if _state_of(gradient) == self.written else None
 
 
 def note_norms(stored: Sequence[tuple[Stored, torch.Tensor, torch.Tensor]]) -> None:
-    """Keep the norms of gradients that are about to be written: place, value in memory, mapped tensor."""
+    """Keep the norms of gradients that are about to be written: place, value in memory, the gradient."""
     norms = torch._foreach_norm([value for _, value, _ in stored]) if stored else ()
-    for (place, _, mapped), norm in zip(stored, norms, strict=True):
-        place.norm, place.version = norm, mapped._version
+    for (place, _, gradient), norm in zip(stored, norms, strict=True):
+        place.norm, place.written = norm, _state_of(gradient)
+
+
+def _state_of(gradient: torch.Tensor) -> tuple[int, int, int]:
+    """Return where a gradient lies, and its versions: an operation on a DTensor counts for this alone."""
+    local: torch.Tensor = getattr(gradient, "_local_tensor", gradient)
+    return local.data_ptr(), local._version, gradient._version

@@ -10,9 +10,9 @@ import torch
 from torch.optim import Optimizer
 
 from shoal.errors import LayoutError
-from shoal.parallel.owned import Owned
+from shoal.parallel.owned import Owned, local_part
 
-__all__ = ["Composed", "OptimizerPart", "copy_settings", "loss_of", "parts_of", "title_of"]
+__all__ = ["Composed", "OptimizerPart", "copy_settings", "loss_of", "parts_of", "title_of", "unscaled"]
 
 OptimizerPart = tuple[Optimizer, Sequence[Owned]]
 """An optimizer with a state, and this rank's parts of the parameters that the state belongs to.
@@ -86,3 +86,21 @@ def loss_of(closure: Callable[[], Any] | None) -> Any:
         return None
     with torch.enable_grad():
         return closure()
+
+
+def unscaled(optimizer: Optimizer) -> bool:
+    """Divide gradients by the scale that torch's GradScaler told an optimizer, as fused optimizers do.
+
+    Returns:
+        Whether the step is to be made; False if the GradScaler found a gradient that is not finite.
+    """
+    told = vars(optimizer)
+    if "found_inf" in told and told["found_inf"].item():
+        return False
+    scale: torch.Tensor | None = told.get("grad_scale")
+    if scale is not None:  # None if `unscale_` was called before
+        groups = optimizer.param_groups
+        graded = (each.grad for group in groups for each in group["params"] if each.grad is not None)
+        for gradient in graded:
+            local_part(gradient).mul_(scale.double().reciprocal().to(gradient.device, torch.float32))
+    return True

@@ -51,7 +51,10 @@ def measure_gradient(owned: Sequence[Owned], parts: Axis, device: torch.device) 
 
 def _norms(graded: Sequence[tuple[Owned, torch.Tensor]]) -> list[torch.Tensor]:
     """Return the norm of each gradient; of those in files as they were when they were written."""
-    known = [None if each.stored is None else each.stored.norm_of(gradient) for each, gradient in graded]
+    known = [
+        None if each.stored is None or (whole := each.parameter.grad) is None else each.stored.norm_of(whole)
+        for each, _ in graded
+    ]
     others = [gradient for (_, gradient), norm in zip(graded, known, strict=True) if norm is None]
     computed = iter(torch._foreach_norm(others) if others else ())
     return [next(computed) if norm is None else norm for norm in known]

@@ -26,7 +26,12 @@ _PART = "_shoal_part"
 _OF_WHOLE_PARAMETERS = ("Adafactor", "LAMB", "LARS", "Lamb", "Muon", "SOAP", "Shampoo")
 """Names of optimizers whose update of an element depends on others of its parameter."""
 
-_NOT_OF_DTENSORS = {("torch", "Adafactor"), ("torch", "Muon"), ("transformers", "Adafactor")}
+_NOT_OF_DTENSORS = {
+    ("torch", "Adafactor"),
+    ("torch", "Muon"),
+    ("torch", "Rprop"),
+    ("transformers", "Adafactor"),
+}
 """Packages and names of optimizers that fail with some DTensors, because of limits or errors of their own."""
 
 
@@ -60,10 +65,14 @@ def _part_of(owned: Owned) -> tuple[str, str]:
 
 def _require_whole(optimizer: Optimizer) -> None:
     kinds = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(optimizer).__mro__}
+    takes_blocks = {name for _, name in kinds}.isdisjoint(_OF_WHOLE_PARAMETERS)
+    fails_with_rows = not kinds.isdisjoint(_NOT_OF_DTENSORS)
+    if takes_blocks and not fails_with_rows:
+        return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             part, name = getattr(parameter, _PART, ("", ""))
-            if part == "a block" or (part and not kinds.isdisjoint(_NOT_OF_DTENSORS)):
+            if (part == "a block" and not takes_blocks) or (part == "rows" and fails_with_rows):
                 kind = type(optimizer).__name__
                 raise LayoutError(
                     f"{kind} needs whole parameters, and a rank has {part} of {name}",
@@ -93,9 +102,7 @@ class _Told:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    kinds = {kind.__name__ for kind in type(optimizer).__mro__}
-    if not kinds.isdisjoint(_OF_WHOLE_PARAMETERS):
-        _require_whole(optimizer)
+    _require_whole(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = getattr(parameter, _COMPUTES, None)
