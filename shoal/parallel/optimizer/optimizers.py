@@ -14,14 +14,13 @@ from torch.optim.optimizer import (
 )
 
 from shoal.errors import LayoutError
-from shoal.parallel.owned import Owned
+from shoal.parallel.owned import PART, Owned
 
 __all__ = ["follow_optimizers"]
 
 # Marks are attributes of the tensors, so that they end with them.
 _COMPUTES = "_shoal_computes"
 _CHANGED = "_shoal_changed"
-_PART = "_shoal_part"
 
 _OF_WHOLE_PARAMETERS = ("Adafactor", "LAMB", "LARS", "Lamb", "Muon", "SOAP", "Shampoo")
 """Names of optimizers whose update of an element depends on others of its parameter."""
@@ -48,7 +47,7 @@ def follow_optimizers(module: nn.Module, owned: Sequence[Owned], changed: Callab
     called = _Told(weakref.WeakMethod(changed))  # type: ignore[arg-type]
     for each in owned:
         setattr(each.parameter, _CHANGED, called)
-        setattr(each.parameter, _PART, _part_of(each))
+        setattr(each.parameter, PART, _part_of(each))
 
 
 def _part_of(owned: Owned) -> tuple[str, str]:
@@ -62,7 +61,7 @@ def _require_whole(optimizer: Optimizer) -> None:
     kinds = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(optimizer).__mro__}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            part, name = getattr(parameter, _PART, ("", ""))
+            part, name = getattr(parameter, PART, ("", ""))
             if part == "a block" or (part and not kinds.isdisjoint(_NOT_OF_DTENSORS)):
                 kind = type(optimizer).__name__
                 raise LayoutError(
