@@ -16,13 +16,14 @@ from shoal.checkpoint import Coordinator, ProcessGroupCoordinator, SingleProcess
 from shoal.collectives import keep_freed_memory
 from shoal.data import Loader, are_packed, as_samples
 from shoal.models import Transformer
-from shoal.parallel import Batch, Parallel, Replicas, own_device, parallelize, require_trainable
+from shoal.parallel import Batch, Parallel, Replicas, own_device, parallelize, plan_of, require_trainable
 from shoal.parallel.compiled import compiled, uncompiled
 from shoal.parallel.device_memory import limit_logits
 from shoal.plan import Plan, SettledPlan
 from shoal.record import NullRecorder, Recorder
 from shoal.run import Decision
 from shoal.server import Servers
+from shoal.train.arguments import require_arguments
 from shoal.train.buffers import ChangingBuffers
 from shoal.train.compiling import with_compile
 from shoal.train.config import OptimizerConfig
@@ -139,9 +140,10 @@ class Trainer:
         held_out: HeldOut | None = None,
         offload_folder: Path | str | None = None,
     ) -> None:
-        require_trainable(model := uncompiled(model))
-        samples = as_samples(data)
-        plan = Plan.parse(plan) if isinstance(plan, str) else plan
+        require_trainable(model)
+        require_arguments(steps, loss, optimizer)
+        model = uncompiled(model)
+        samples, plan = as_samples(data), plan_of(plan)
         self._device = own_device(device)
         whole, of_all = SettledPlan.of(plan, batch), batch
         own, batch = plan_of_ranks(whole, batch, servers)

@@ -148,7 +148,9 @@ class Bucket:
         current = [owned.local for owned in self.owned]
         if not any(
             given.numel() and given.data_ptr() != own.data_ptr()
-            for given, own in zip(current, self._master, strict=False)  # frozen parameters have no owned parts
+            for given, own in zip(
+                current, self._master, strict=False
+            )  # frozen parameters have no owned parts
         ):
             return
         if self._shard is not None and self._shard.parameters is not None:
