@@ -5,18 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.errors import ConfigError, LayoutError
-from shoal.parallel import Parallel
+from shoal.parallel import Parallel, require_trainable
 from shoal.train.config import OptimizerConfig
 
 __all__ = ["require_arguments", "require_laid_out"]
 
 
-def require_arguments(steps: Any, loss: Any, optimizer: Any) -> None:
+def require_arguments(model: Any, steps: Any, loss: Any, optimizer: Any) -> None:
     """Check arguments of the Trainer.
 
     Raises:
+        ModelError: The model cannot be trained.
+        LayoutError: The model is laid over ranks already.
         ConfigError: One cannot be used.
     """
+    require_trainable(model)
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ConfigError(
             f"steps={steps!r} was given",
