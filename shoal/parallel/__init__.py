@@ -7,7 +7,7 @@ Nouns: Parallel (a model laid over the ranks), Axis (a group with its collective
     `parallelize`, and so does a user with a training loop of their own.
 """
 
-from shoal.parallel.apply import parallelize, require_layout, require_trainable
+from shoal.parallel.apply import parallelize, require_layout
 from shoal.parallel.axes import Axes
 from shoal.parallel.communication import Axis, Pending
 from shoal.parallel.documents import DocumentsGuard, require_documents
@@ -17,6 +17,7 @@ from shoal.parallel.exchange.outer_settings import Outer, outer_settings
 from shoal.parallel.exchange.outer_state import OuterState
 from shoal.parallel.exchange.served import ServedUpdates
 from shoal.parallel.first_values import FirstValues
+from shoal.parallel.model_requirements import plan_of, require_trainable
 from shoal.parallel.offload.offloaded_optimizer import OffloadedOptimizer
 from shoal.parallel.optimizer.composed import Composed, parts_of, title_of
 from shoal.parallel.optimizer.norm import GradientNorm
@@ -61,6 +62,7 @@ __all__ = [
     "own_device",
     "parallelize",
     "parts_of",
+    "plan_of",
     "require_documents",
     "require_layout",
     "require_trainable",

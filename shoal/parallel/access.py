@@ -9,7 +9,8 @@ weight: it runs when the module is called, and when one of its parameters is rea
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -17,7 +18,18 @@ from torch import nn
 
 from shoal.errors import LayoutError
 
-__all__ = ["between_graphs", "outside_graphs", "refuse_copies", "watch", "watch_calls"]
+__all__ = [
+    "answer_as_model",
+    "between_graphs",
+    "is_laid_out",
+    "mark_laid_out",
+    "outside_graphs",
+    "refuse_copies",
+    "watch",
+    "watch_calls",
+]
+
+_LAID_OUT = "_shoal_laid_out"
 
 
 def between_graphs(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,17 +102,61 @@ def watch_calls(module: nn.Module, before: Callable[[], object]) -> None:
     module.register_forward_pre_hook(come)
 
 
+def answer_as_model(module: nn.Module, gradients: Mapping[nn.Parameter, Callable[[None], None]]) -> None:
+    """Make `zero_grad()` of a module and of its children forget owners' gradients, and refuse casts.
+
+    Args:
+        module: The module.
+        gradients: Sets the gradient of the owner of each trained parameter of the module.
+    """
+
+    def zero_grad(each: nn.Module, set_to_none: bool = True) -> None:
+        for parameter in each.parameters():
+            if parameter in gradients:
+                gradients[parameter](None)
+
+    def apply(
+        each: nn.Module, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> nn.Module:
+        for tensor in (*each.parameters(recurse), *each.buffers(recurse)):
+            changed = change(sample := tensor.new_empty(0))
+            if (changed.dtype, changed.device) != (sample.dtype, sample.device):
+                raise LayoutError(
+                    f"a {type(each).__name__} of a model that is laid over ranks would get another type or "
+                    "device",
+                    possible="a move before shoal.parallelize; for bf16, precision=bf16 in the Plan",
+                    change="move or cast the model before shoal.parallelize",
+                )
+        return each
+
+    for each in module.modules():
+        setattr(each, "zero_grad", partial(zero_grad, each))  # noqa: B010, which types of modules do not know
+        setattr(each, "_apply", partial(apply, each))  # noqa: B010
+
+
+def mark_laid_out(module: nn.Module) -> None:
+    """Mark a model and its parts as laid over ranks, so that they are not laid over ranks again."""
+    for each in module.modules():
+        if next(each.parameters(), None) is not None:
+            setattr(each, _LAID_OUT, id(each))  # a copy of the module is not laid out
+
+
+def is_laid_out(module: nn.Module) -> bool:
+    """Return whether a module was marked by `mark_laid_out`."""
+    return module.__dict__.get(_LAID_OUT) == id(module)
+
+
 def refuse_copies(module: nn.Module, stale: Callable[[], str | None]) -> None:
-    """Refuse copies and `load_state_dict` of a module, and `state_dict` while its weights are stale.
+    """Refuse copies, pickles and `load_state_dict` of a module, and `state_dict` while its weights are stale.
 
     Args:
         module: The module; its children that hold tensors are included.
         stale: Gives the reason why the weights differ from their owners'; None if they do not.
     """
 
-    def refuse(memory: dict[int, Any]) -> NoReturn:
+    def refuse(_: object) -> NoReturn:
         raise LayoutError(
-            "the model cannot be copied: its weights come from several ranks",
+            "the model cannot be copied or pickled: its weights come from several ranks",
             possible="for an average, clones of named_parameters(); for a whole model, full_state_dict()",
             change="call one of these on the object that shoal.parallelize returned",
         )
@@ -125,6 +181,7 @@ def refuse_copies(module: nn.Module, stale: Callable[[], str | None]) -> None:
     for each in module.modules():
         if next(itertools.chain(each.parameters(), each.buffers()), None) is None:
             continue  # it holds nothing, and several models may share it
-        setattr(each, "__deepcopy__", refuse)  # noqa: B010, which types of modules do not know
+        for method in ("__deepcopy__", "__reduce_ex__"):
+            setattr(each, method, refuse)
         each.register_state_dict_pre_hook(before_state)
         each.register_load_state_dict_pre_hook(before_load)

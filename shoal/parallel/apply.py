@@ -32,6 +32,7 @@ from shoal.parallel.float8 import use_float8
 from shoal.parallel.hugging_face.layout import has_tensor_plan
 from shoal.parallel.hugging_face.routers import RouterLogits, gather_router_logits
 from shoal.parallel.hugging_face.sequence import refuse_own_loss, split_stream, use_no_cache
+from shoal.parallel.model_requirements import plan_of, require_blocks, require_module, require_parameters
 from shoal.parallel.offload.storage import Storage
 from shoal.parallel.offload.stored_activations import store_activations
 from shoal.parallel.parallel import Parallel
@@ -50,12 +51,10 @@ from shoal.parallel.whole import Whole
 from shoal.plan import Plan, block_choices
 from shoal.record import NullRecorder, Recorder
 
-__all__ = ["parallelize", "require_layout", "require_trainable"]
+__all__ = ["parallelize", "require_layout"]
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}
 """The type of the weights that compute, by its bytes."""
-
-_TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def parallelize(
@@ -98,15 +97,19 @@ def parallelize(
 
     Raises:
         PlanError: The Plan does not fit the number of ranks, or asks for what cannot be run.
+        LayoutError: The model, or a part of it, is laid over ranks already.
         ConfigError: State is to be in files, and there is no folder, or none with enough space.
         ModelError: The model cannot be laid out.
     """
-    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    require_module(model)
+    plan = plan_of(plan)
     model = uncompiled(model)
-    _require_parameters(model)
+    require_parameters(model)
     _require_counted_routers(model, plan)
     on = place(model, device)
     recorder = recorder if recorder is not None else NullRecorder()
+    if blocks is not None:
+        require_blocks(model, blocks)
     blocks = [uncompiled(block) for block in blocks] if blocks is not None else list(find_blocks(model))
     probe = DivisionProbe(model, plan, on, None if batch is None else batch.sequence)
     _choose_products(plan, blocks, on)
@@ -338,47 +341,6 @@ def _require_counted_routers(model: nn.Module, plan: Plan) -> None:
             possible="shares with recompute=none or pp=1, or a model without experts",
             change="leave out recompute or shares",
         )
-
-
-def require_trainable(model: nn.Module) -> None:
-    """Check that a model has parameters to train, of types that can be trained.
-
-    Raises:
-        ModelError: It has none, or one has another type.
-    """
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ModelError(
-            f"{type(model).__name__} has no parameter that requires a gradient",
-            possible="a module with at least one trained parameter",
-            change="set requires_grad on the parameters to train",
-        )
-    _require_parameters(model)
-
-
-def _require_parameters(model: nn.Module) -> None:
-    """Check that a model has parameters; that those to train, if there are some, are of types that can be."""
-    if next(model.parameters(), None) is None:
-        raise ModelError(
-            f"{type(model).__name__} has no parameters",
-            possible="a module with parameters, trained or not",
-            change="give the module that has the parameters",
-        )
-    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for name, module in model.named_modules():
-        if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-            raise ModelError(
-                f"the embedding {name} has sparse=True",
-                possible="embeddings with sparse=False: ranks sum dense gradients",
-                change=f"make {name} with sparse=False",
-            )
-    for name, parameter in model.named_parameters():
-        is_wide = parameter.dtype == torch.float64 or parameter.is_complex()  # fp32 would not hold it
-        if is_wide or (name in trained and parameter.dtype not in _TRAINED_DTYPES):
-            raise ModelError(
-                f"the parameter {name} is {parameter.dtype}",
-                possible="fp32, bf16 or fp16 parameters; the Plan's precision sets the type for compute",
-                change="call model.float() before shoal.parallelize",
-            )
 
 
 def _limit_samples(model: nn.Module, parts: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -17,7 +17,15 @@ from shoal.plan import Plan, SettledPlan
 from shoal.record import NullRecorder, Recorder
 from shoal.timeline import Kind
 
-__all__ = ["Batch", "own_rows", "require_padded", "run_one_by_one"]
+__all__ = [
+    "Batch",
+    "next_of",
+    "own_rows",
+    "require_padded",
+    "require_scalar",
+    "require_step",
+    "run_one_by_one",
+]
 
 
 Batch = TypeVar("Batch")
@@ -109,6 +117,64 @@ def require_padded(plan: Plan, count: int) -> None:
         )
 
 
+def require_step(plan: Plan, count: int, loss: Any) -> None:
+    """Check the number of a step's micro-batches, and that its loss is a function.
+
+    Raises:
+        PlanError: The Plan needs another number of micro-batches.
+        ModelError: There are none, or the loss cannot be called.
+    """
+    if not callable(loss):
+        raise ModelError(
+            f"the loss {loss!r} cannot be called",
+            possible="a function of the output and the targets, such as torch.nn.functional.mse_loss",
+            change="give the function itself",
+        )
+    if count < 1:
+        raise ModelError(
+            f"a step of {count} micro-batches was asked for",
+            possible="1 or more",
+            change="leave the step out on all ranks, or give a larger count",
+        )
+    require_padded(plan, count)
+
+
+def require_scalar(loss: Any) -> torch.Tensor:
+    """Return a loss, checked to be one number with a gradient.
+
+    Raises:
+        ModelError: It is not.
+    """
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad:
+        return loss
+    if not isinstance(loss, torch.Tensor):
+        what = f"a {type(loss).__name__}"
+    elif loss.numel() != 1:
+        what = f"a tensor of shape {list(loss.shape)}"
+    else:
+        what = "a number without a gradient"
+    raise ModelError(
+        f"the loss is {what}",
+        possible="a tensor with one number, the mean over a micro-batch, computed from the model's output",
+        change="return loss.mean(), of the output as it is: not detached, nor within torch.no_grad()",
+    )
+
+
+def next_of(coming: Iterator[Batch], number: int) -> Batch:
+    """Return micro-batch `number` of a step.
+
+    Raises:
+        ModelError: There is none.
+    """
+    for each in coming:
+        return each
+    raise ModelError(
+        f"a step takes more micro-batches than the {number} that were given",
+        possible="an iterator of `count` micro-batches on each rank",
+        change="give more of them, or a smaller count",
+    )
+
+
 def run_one_by_one(
     forwards: Iterable[Callable[[], torch.Tensor]],
     count: int,
@@ -141,9 +207,9 @@ def run_one_by_one(
     coming = iter(forwards)
     for number in range(count):
         is_last = number + 1 == count
-        forward = next(coming)
+        forward = next_of(coming, number)
         with recorder.span(Kind.FORWARD):
-            loss = forward() / mean_of
+            loss = require_scalar(forward()) / mean_of
             del forward  # its batch is freed before backward
             total = loss.detach() if total is None else total + loss.detach()
         if is_last:

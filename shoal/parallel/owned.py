@@ -18,6 +18,7 @@ from shoal.parallel.offload.stored_shard import Stored
 
 __all__ = [
     "NO_NORM",
+    "PART",
     "Frozen",
     "Owned",
     "as_sharded",
@@ -26,6 +27,9 @@ __all__ = [
     "local_part",
     "require_trained",
 ]
+
+PART = "_shoal_part"
+"""Attribute of owned parameters: which part of the parameter it is, and the parameter's name."""
 
 NO_NORM = "_shoal_no_norm"
 """Attribute of parameters and gradients whose norm here is no whole one: what the rank has of them."""
@@ -43,7 +47,6 @@ class Owned:
         parameter: The parameter for the optimizer, in fp32. Over `family.mesh` it is a DTensor of the whole
             parameter's shape, cut along its first dim. Without a mesh it is an ordinary parameter: the
             model's own if this rank has it whole and it computes in fp32 too.
-        local: The part itself, `[rows, ...]`, in the memory of `parameter`.
         family: The ranks over which the parameter is sharded and summed.
         cut: The block that contains the part; None if the parameter is not cut into blocks.
         stored: Its place in files; None if the part and its gradient are in memory.
@@ -54,10 +57,15 @@ class Owned:
     start: int
     stop: int
     parameter: nn.Parameter
-    local: torch.Tensor
     family: Family
     cut: Cut | None = None
     stored: Stored | None = None
+
+    @property
+    def local(self) -> torch.Tensor:
+        """Return the part itself, `[rows, ...]`, in the memory of `parameter`."""
+        own = local_part(self.parameter)
+        return own.data if own is self.parameter else own
 
     @property
     def is_first(self) -> bool:
@@ -110,6 +118,7 @@ def as_sharded(local: torch.Tensor, shape: tuple[int, ...], axis: Axis) -> torch
     from torch.distributed.tensor import DTensor, Replicate, Shard  # a slow import that few Plans need
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+    _follow_assignments(DTensor)
     # Through dlpack, for a storage that begins where the rows do: `copy.deepcopy` takes a DTensor that begins
     # elsewhere in its storage for a tensor with its own memory, and fails.
     local = from_dlpack(local)
@@ -118,6 +127,30 @@ def as_sharded(local: torch.Tensor, shape: tuple[int, ...], axis: Axis) -> torch
     placement = Shard(0) if shape else Replicate()
     spec = DTensorSpec(axis.mesh(local.device.type), (placement,), tensor_meta=meta)
     return DTensor(local, spec, requires_grad=False)
+
+
+def _follow_assignments(kind: Any) -> None:
+    """Make `parameter.data = value` change a DTensor that ranks share; torch would change only its shape."""
+    if "data" in vars(kind):
+        return
+    plain: Any = torch.Tensor.data
+
+    def assign(tensor: Any, value: torch.Tensor) -> None:
+        if not hasattr(tensor, PART):
+            plain.__set__(tensor, value)
+            return
+        if value.shape != tensor.shape:
+            raise LayoutError(
+                f"a tensor of shape {list(value.shape)} was assigned to .data of {getattr(tensor, PART)[1]}",
+                possible=f"the shape of the whole parameter, {list(tensor.shape)}",
+                change="give a tensor of this shape",
+            )
+        value = value.detach().to(tensor.dtype)
+        if not hasattr(value, "_local_tensor"):
+            value = kind.from_local(value, tensor.device_mesh, run_check=False)
+        tensor._local_tensor = local_part(value.redistribute(placements=tensor.placements))  # type: ignore[attr-defined]
+
+    kind.data = property(plain.__get__, assign)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

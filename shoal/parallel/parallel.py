@@ -12,14 +12,14 @@ from torch import nn
 
 from shoal.errors import LayoutError, TrainingError
 from shoal.models.dropout import Dropout, token_keys
-from shoal.parallel.access import refuse_copies
+from shoal.parallel.access import answer_as_model, mark_laid_out, refuse_copies
 from shoal.parallel.arguments import Arguments
 from shoal.parallel.auxiliary import AuxiliaryLosses
 from shoal.parallel.axes import Axes
 from shoal.parallel.context.positions import local_sequences, residual_positions
 from shoal.parallel.data.strategy import Strategy, in_all
 from shoal.parallel.layout import Cut
-from shoal.parallel.micro_batches import Batch, own_rows, require_padded, run_one_by_one
+from shoal.parallel.micro_batches import Batch, own_rows, require_step, run_one_by_one
 from shoal.parallel.model_face import ModelFace
 from shoal.parallel.offload.storage import Storage
 from shoal.parallel.optimizer.norm import GradientNorm, limit_gradients, measure_gradient
@@ -82,10 +82,13 @@ class Parallel(ModelFace):
         self._fixed = fixed_parameters(module, self.frozen)
         dropouts = (layer.p for layer in module.modules() if isinstance(layer, Dropout))
         self._has_dropout = hasattr(module, "dropout_keys") and any(dropouts)
-        follow_optimizers(module, self.owned, self.changed)
+        follow_optimizers(module, self.owned, self._fixed.items(), self.changed)
+        mark_laid_out(module)
         own = {owned.parameter for owned in self.owned}
         if plan.sharding.cuts_weights or not own <= set(module.parameters()):
             refuse_copies(module, self._stale)
+            computing = dict(module.named_parameters())
+            answer_as_model(module, {computing[each.name]: each.give for each in self.owned})
         self._auxiliary = AuxiliaryLosses(module, axes.sequence.size // axes.cp.size)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -132,7 +135,7 @@ class Parallel(ModelFace):
         Returns:
             The sum of its losses over `mean_of(count)`; in a pipeline 0 except on the last stage's rank.
         """
-        require_padded(self.plan, count)
+        require_step(self.plan, count, loss)
         mean_of = self.mean_of(count)
 
         def begin(number: int, inputs: Any) -> None:

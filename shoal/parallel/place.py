@@ -21,9 +21,17 @@ def own_device(device: torch.device | str) -> torch.device:
     GPU that the default process group was formed with, or else the current one.
 
     Raises:
-        ConfigError: A GPU is asked for, and torch finds none.
+        ConfigError: torch does not find the device on this host.
     """
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+        torch.empty(0, device=device if device.type != "cuda" else "cpu")
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"device={device} was given, and torch cannot use it here: {str(error).splitlines()[0]}",
+            possible="cpu, or cuda on a host with a GPU",
+            change="give device=cpu",
+        ) from error
     if device.type != "cuda":
         return device
     if not torch.cuda.is_available():

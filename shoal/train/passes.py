@@ -15,7 +15,7 @@ from shoal.models import tensors_in
 from shoal.parallel import Axis, Parallel
 from shoal.parallel.arguments import Arguments
 from shoal.parallel.communication import Pending
-from shoal.parallel.micro_batches import run_one_by_one
+from shoal.parallel.micro_batches import require_scalar, run_one_by_one
 from shoal.record import Recorder
 from shoal.timeline import Kind
 from shoal.train.inputs import Inputs
@@ -233,6 +233,7 @@ class Passes:
         loss = micro_batch.mean_loss(output)
         if not micro_batch.counted:
             return nothing_of(output, loss)
+        require_scalar(loss)
         passed.losses[number] = loss.detach()
         return loss if weights is None else loss * weights.of(number).to(loss.dtype)
 

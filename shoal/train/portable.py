@@ -32,6 +32,7 @@ from shoal.checkpoint import (
 from shoal.checkpoint import save as write_pieces
 from shoal.errors import CheckpointError
 from shoal.parallel import GuidedUpdates, LocalUpdates, Parallel, ServedUpdates, title_of
+from shoal.train.arguments import require_laid_out
 from shoal.train.exchange_state import empty_like_saved, kept_by_exchanges, restore_exchanges
 from shoal.train.put_off import are_put_off, note_loaded
 from shoal.train.rotary_state import restore_rotary_state, rotary_state
@@ -96,6 +97,7 @@ def save(
         CheckpointError: On all ranks: it could not be written, the optimizer has state that a checkpoint
             cannot hold, or `state` is not JSON.
     """
+    require_laid_out(parallel, optimizer, step)
     folder, coordinator = Path(directory), all_ranks()
     if step is None:
         step = coordinator.all_gather_object(_next_step(folder))[0]
@@ -161,6 +163,7 @@ def load(
             optimizer.
         TrainingError: A sound checkpoint could not be read once more, and the model is loaded in part.
     """
+    require_laid_out(parallel, optimizer)
     coordinator = all_ranks()
     found = attempt_together(coordinator, f"cannot load {path}", lambda: resolve(Path(path)))[0]
     layout = {"plan": str(parallel.plan), "ranks": coordinator.size}

@@ -16,13 +16,14 @@ from shoal.checkpoint import Coordinator, ProcessGroupCoordinator, SingleProcess
 from shoal.collectives import keep_freed_memory
 from shoal.data import Loader, are_packed, as_samples
 from shoal.models import Transformer
-from shoal.parallel import Batch, Parallel, Replicas, own_device, parallelize, require_trainable
+from shoal.parallel import Batch, Parallel, Replicas, own_device, parallelize, plan_of
 from shoal.parallel.compiled import compiled, uncompiled
 from shoal.parallel.device_memory import limit_logits
 from shoal.plan import Plan, SettledPlan
 from shoal.record import NullRecorder, Recorder
 from shoal.run import Decision
 from shoal.server import Servers
+from shoal.train.arguments import require_arguments
 from shoal.train.buffers import ChangingBuffers
 from shoal.train.compiling import with_compile
 from shoal.train.config import OptimizerConfig
@@ -140,9 +141,9 @@ class Trainer:
         held_out: HeldOut | None = None,
         offload_folder: Path | str | None = None,
     ) -> None:
-        require_trainable(model := uncompiled(model))
-        samples = as_samples(data)
-        plan = Plan.parse(plan) if isinstance(plan, str) else plan
+        require_arguments(model, steps, loss, optimizer)
+        model = uncompiled(model)
+        samples, plan = as_samples(data), plan_of(plan)
         self._device = own_device(device)
         whole, of_all = SettledPlan.of(plan, batch), batch
         own, batch = plan_of_ranks(whole, batch, servers)
@@ -179,13 +180,12 @@ class Trainer:
         if servers is not None:
             given = whole, steps, servers, self.coordinator, self._recorder
             self.optimizer = serve_optimizer(self.parallel, self.optimizer, self.config, *given)
-        axes, number = self.parallel.axes, of_all // batch
+        axes, number, microbatch = self.parallel.axes, of_all // batch, self.plan.microbatch
         self.workers = Workers(self.optimizer, number, steps, batch, axes=axes, seed=seed)
         replicas = Replicas(self.parallel, compare_replicas)
         laid_out = self.parallel, self.optimizer, self.coordinator, replicas
         self.saved = SavedTraining(*laid_out, plan=str(self.plan if servers is None else whole), seed=seed)
         self.saves = Saves(self.saved, self._listeners.saved, self._recorder, self.coordinator)
-        microbatch = self.plan.microbatch
         inputs = self.parallel, self._loader, self._reader, self._recorder
         self._passes = Passes(*inputs, microbatch=microbatch, workers=workers, device=self._device)
         update = Update(self.parallel, self.optimizer, self.config.clip)

@@ -7,6 +7,7 @@ runs on every rank of it, and returns tensors or numbers that are the same on on
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -565,3 +566,279 @@ def penalty_after(plan: str) -> Any:
 @pattern("a penalty on `parameters()` of what `shoal.parallelize` returned")
 def penalty_on_parts(plan: str) -> Any:
     return penalised(plan, "owned")
+
+
+# -- loops of training -------------------------------------------------------------------------------
+
+SAMPLES = torch.randn(8, 8, generator=torch.Generator().manual_seed(2))
+SORTED = SAMPLES.sort().values
+
+
+def net(seed: int = 0, width: int = 8) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, width))
+
+
+def momentum(parallel: Parallel) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
+
+
+def _loss(parallel: Parallel, inputs: Tensor = SAMPLES) -> Tensor:
+    inputs, targets = parallel.local((inputs, SORTED))
+    return F.mse_loss(parallel(inputs), targets)
+
+
+def _step(optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _weights(*models: Parallel) -> list[Tensor]:
+    """All weights of models, as the optimizers have them, equal on every rank."""
+    found = []
+    for each in models:
+        for parameter in each.parameters():
+            whole: Any = parameter.detach()
+            found.append(whole.full_tensor() if hasattr(whole, "full_tensor") else whole.clone())
+    return found
+
+
+@pattern("two forwards before one backward, or before two; other losses and `torch.no_grad()` between them")
+def two_forwards(plan: str) -> Any:
+    parallel = shoal.parallelize(net(), plan)
+    optimizer = momentum(parallel)
+    for _ in range(2):
+        inputs, targets = parallel.local((SAMPLES, SORTED))
+        first, second = parallel(inputs), parallel(inputs.flip(1))
+        with torch.no_grad():
+            fixed = parallel(inputs * 2)
+        with parallel.accumulate():
+            F.mse_loss(first, targets).backward(retain_graph=True)
+        _step(optimizer, (first - second).square().mean() + F.mse_loss(second, fixed))
+    return _weights(parallel)
+
+
+@pattern("a gradient penalty: `torch.autograd.grad(..., create_graph=True)` with respect to inputs")
+def penalty(plan: str) -> Any:
+    parallel = shoal.parallelize(net(width=1), plan)
+    optimizer = momentum(parallel)
+    for _ in range(2):
+        inputs = parallel.local(SAMPLES).clone().requires_grad_()
+        output = parallel(inputs)
+        (gradient,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
+        _step(optimizer, output.mean() + (gradient.norm(dim=1) - 1).square().mean())
+    return _weights(parallel)
+
+
+@pattern("`torch.autograd.grad` with respect to parameters")
+def gradients_of_parameters(plan: str) -> Any:
+    parallel = shoal.parallelize(net(), plan)
+    return torch.autograd.grad(_loss(parallel), list(parallel.parameters()))
+
+
+@pattern("a generator and a discriminator, which is frozen for the generator's step")
+def adversaries(plan: str) -> Any:
+    maker, judge = shoal.parallelize(net(), plan), shoal.parallelize(net(1, width=1), plan)
+    makes, judges = momentum(maker), momentum(judge)
+    for _ in range(3):
+        inputs = maker.local(SAMPLES)
+        made = maker(inputs)
+        judge.requires_grad_(True)
+        _step(judges, F.softplus(judge(made.detach())).mean() + F.softplus(-judge(inputs)).mean())
+        judge.requires_grad_(False)
+        _step(makes, F.softplus(-judge(made)).mean())
+    return _weights(maker, judge)
+
+
+@pattern("a frozen reference model beside the trained one, as for DPO")
+def reference(plan: str) -> Any:
+    policy = shoal.parallelize(net(), plan)
+    frozen = shoal.parallelize(net(1).requires_grad_(False), plan)
+    optimizer = momentum(policy)
+    for _ in range(2):
+        inputs = policy.local(SAMPLES)
+        _step(optimizer, -F.logsigmoid((policy(inputs) - frozen(inputs)).sum(1)).mean())
+    return _weights(policy)
+
+
+@pattern("gradual unfreezing: `requires_grad_(False)` on parameters after `parallelize`, later `True`")
+def unfreezing(plan: str) -> Any:
+    parallel = shoal.parallelize(net(), plan)
+    optimizer = momentum(parallel)
+    lower = [each for name, each in parallel.named_parameters() if not name.startswith("4")]
+    for trains in (False, True, False, True):
+        for each in lower:
+            each.requires_grad_(trains)
+        _step(optimizer, _loss(parallel))
+    return _weights(parallel)
+
+
+@pattern("train parameters that were frozen before `parallelize`")
+def released(plan: str) -> Any:
+    model = net()
+    model[0].requires_grad_(False)
+    parallel = shoal.parallelize(model, plan)
+    for each in parallel.parameters():
+        each.requires_grad_(True)
+    _step(momentum(parallel), _loss(parallel))
+    return _weights(parallel)
+
+
+@pattern("swap in an average of the weights by `parameter.data = average[name]`, and back")
+def swapped(plan: str) -> Any:
+    parallel = shoal.parallelize(net(), plan)
+    optimizer = momentum(parallel)
+    named = dict(parallel.named_parameters())
+    average = {name: each.data.clone() for name, each in named.items()}
+    for _ in range(2):
+        _step(optimizer, _loss(parallel))
+        average = {name: 0.9 * average[name] + 0.1 * each.data for name, each in named.items()}
+    trained = {name: each.data for name, each in named.items()}
+    for name, each in named.items():
+        each.data = average[name]
+    with torch.no_grad():
+        averaged = parallel(SAMPLES)
+    found = _weights(parallel)
+    for name, each in named.items():
+        each.data = trained[name]
+    _step(optimizer, _loss(parallel))
+    return [averaged, *found, *_weights(parallel)]
+
+
+@pattern("`torch.optim.swa_utils.AveragedModel(model)`")
+def averaged_model(plan: str) -> Any:
+    return torch.optim.swa_utils.AveragedModel(shoal.parallelize(net(), plan))
+
+
+@pattern("`clip_grad_value_`, `clip_grad_norm_`, and gradients changed in place")
+def clipped(plan: str) -> Any:
+    parallel = shoal.parallelize(net(), plan)
+    optimizer = momentum(parallel)
+    for clip in (
+        lambda: nn.utils.clip_grad_norm_(parallel.parameters(), 0.05),
+        lambda: nn.utils.clip_grad_value_(parallel.parameters(), 0.01),
+        lambda: [each.grad.mul_(0.5) for each in parallel.parameters()],
+    ):
+        _loss(parallel).backward()
+        clip()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return _weights(parallel)
+
+
+@pattern("`model.module.zero_grad()`")
+def inner_zero_grad(plan: str) -> Any:
+    parallel = shoal.parallelize(net(), plan)
+    optimizer = momentum(parallel)
+    for _ in range(2):
+        parallel.module.zero_grad()
+        _loss(parallel).backward()
+        optimizer.step()
+    return _weights(parallel)
+
+
+@pattern("hooks on modules, which change inputs, outputs and gradients")
+def module_hooks(plan: str) -> Any:
+    parallel = shoal.parallelize(net(), plan)
+    first, *_, last = parallel.module
+    first.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
+    last.register_forward_hook(lambda module, inputs, output: output * 0.5)
+    last.register_full_backward_hook(lambda module, before, after: (before[0] * 2,))
+    optimizer = momentum(parallel)
+    for _ in range(2):
+        _step(optimizer, _loss(parallel))
+    return _weights(parallel)
+
+
+@pattern("`torch.compile` of the object that `parallelize` returned")
+def compiled(plan: str) -> Any:
+    parallel = shoal.parallelize(net(), plan)
+    call, optimizer = torch.compile(parallel, backend="eager"), momentum(parallel)
+    for _ in range(2):
+        inputs, targets = parallel.local((SAMPLES, SORTED))
+        _step(optimizer, F.mse_loss(call(inputs), targets))
+    return _weights(parallel)
+
+
+@pattern("`torch.func.functional_call(model.module, weights, inputs)` with weights of one's own")
+def functional(plan: str) -> Any:
+    parallel = shoal.parallelize(net(), plan)
+    weights = dict(net(5).named_parameters())
+    return torch.func.functional_call(parallel.module, weights, (SAMPLES,)).detach()
+
+
+@pattern("an error in a step on all ranks, and `model.zero_grad()` before the next step")
+def error_in_a_step(plan: str) -> Any:
+    def stop(*_: Any) -> None:
+        raise ValueError("a bad batch")
+
+    parallel = shoal.parallelize(net(), plan)
+    optimizer = momentum(parallel)
+    for register in (
+        parallel.module[2].register_forward_hook,
+        parallel.module[2].register_full_backward_hook,
+    ):
+        handle = register(stop)
+        try:
+            _loss(parallel).backward()
+        except ValueError:
+            parallel.zero_grad()
+        handle.remove()
+        _step(optimizer, _loss(parallel))
+    return _weights(parallel)
+
+
+@pattern("an error in a backward, and the next backward without `model.zero_grad()`")
+def error_without_zero_grad(plan: str) -> Any:
+    def stop(*_: Any) -> None:
+        raise ValueError("a bad batch")
+
+    parallel = shoal.parallelize(net(), plan)
+    handle = parallel.module[2].register_full_backward_hook(stop)
+    try:
+        _loss(parallel).backward()
+    except ValueError:
+        handle.remove()
+    _loss(parallel).backward()
+
+
+@pattern("leave a step out on one rank only")
+def skipped_on_one_rank(plan: str) -> Any:
+    parallel = shoal.parallelize(net(), plan)
+    if parallel.axes.dp.index == 0:
+        _loss(parallel).backward()
+    return parallel.full_state_dict()
+
+
+@pattern("`torch.save(model.module)`, and `torch.save(model)`")
+def saved_whole(plan: str) -> Any:
+    parallel = shoal.parallelize(net(), plan)
+    try:
+        torch.save(parallel.module, io.BytesIO())
+    except shoal.errors.LayoutError:
+        torch.save(parallel, io.BytesIO())
+
+
+@pattern("`model.module.half()`")
+def inner_cast(plan: str) -> Any:
+    return shoal.parallelize(net(), plan).module.half()
+
+
+@pattern("lay a model over ranks twice, or a model that DistributedDataParallel wraps")
+def twice(plan: str) -> Any:
+    try:
+        shoal.parallelize(nn.parallel.DistributedDataParallel(net()), plan)
+    except shoal.errors.LayoutError:
+        parallel = shoal.parallelize(net(), plan)
+        try:
+            shoal.parallelize(parallel, plan)
+        except shoal.errors.LayoutError:
+            shoal.parallelize(parallel.module, plan)
+
+
+@pattern("a loss that is not one number")
+def loss_of_many_numbers(plan: str) -> Any:
+    parallel = shoal.parallelize(net(), plan)
+    pairs = zip(SAMPLES.split(4), SORTED.split(4), strict=True)
+    parallel.forward_backward(pairs, 2, lambda output, targets: (output - targets).square())

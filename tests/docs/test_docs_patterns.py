@@ -53,5 +53,5 @@ def test_what_becomes_of_a_pattern_is_what_the_page_says(ranks, row: Row) -> Non
                 # fp32 sums in another order
                 torch.testing.assert_close(value, expected[1], rtol=1e-4, atol=1e-5)
         else:  # a rank that waits for one with the error learns that this one is gone
-            assert {result for result, _ in ended} - {"CommunicationError"} == {row.result}, ended
+            assert {result for result, _ in ended} <= {row.result, "CommunicationError"}, ended
             assert any(row.words in text for result, text in ended if result == row.result), ended

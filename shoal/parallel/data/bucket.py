@@ -12,8 +12,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
+from torch.utils.dlpack import from_dlpack
 
 from shoal.collectives import use_huge_pages
+from shoal.errors import LayoutError
 from shoal.parallel.axes import Family
 from shoal.parallel.communication import Pending, new_buffer
 from shoal.parallel.exchange.compressing import Compressing
@@ -22,7 +24,7 @@ from shoal.parallel.layout import BucketLayout, Cut, memory_order
 from shoal.parallel.offload.state_file import aligned_buffer
 from shoal.parallel.offload.storage import Storage
 from shoal.parallel.offload.stored_shard import Stored, StoredShard, note_norms
-from shoal.parallel.owned import Frozen, Owned, as_sharded
+from shoal.parallel.owned import Frozen, Owned, as_sharded, like
 from shoal.parallel.striped import Striped
 
 __all__ = ["Bucket", "Named"]
@@ -120,6 +122,7 @@ class Bucket:
     def start_gather(self) -> None:
         """Begin to update the weights from every shard's master."""
         self.finish_gather()
+        self._follow_assignments()
         if self.dropped:
             storage = self.weights.untyped_storage()
             storage.resize_(self.weights.numel() * self.weights.element_size())
@@ -133,6 +136,41 @@ class Bucket:
         if not self._shares_memory:
             torch._foreach_copy_(self._weight_parts, self._master)
         self._gathering = self._striped.all_gather(self.weights, self.name)
+
+    def _follow_assignments(self) -> None:
+        """Compute with the tensors that were assigned to `.data` of owned parameters.
+
+        The tensors that were there before keep their values: somebody may hold them, to assign them again.
+
+        Raises:
+            LayoutError: The parameters are in files.
+        """
+        current = [owned.local for owned in self.owned]
+        if not any(
+            given.numel() and given.data_ptr() != own.data_ptr()
+            for given, own in zip(
+                current, self._master, strict=False
+            )  # frozen parameters have no owned parts
+        ):
+            return
+        if self._shard is not None and self._shard.parameters is not None:
+            raise LayoutError(
+                f"a tensor was assigned to .data of a parameter of {self.name}, which is in a file",
+                possible="parameter.data.copy_(value), and clones of values that are needed again",
+                change="copy the values",
+            )
+        if not self._shares_memory:
+            self._master = current
+            return
+        self.weights = new_buffer(
+            self.weights.numel(), dtype=self.weights.dtype, device=self.weights.device
+        ).copy_(self.weights)
+        self._views = self.layout.views(self.weights)
+        self._master = self._weight_parts = self.parts(self.weights)
+        torch._foreach_copy_(self._master, current)
+        self._show_weights()
+        for owned, local in zip(self.owned, self._master, strict=True):
+            owned.parameter.data = like(owned.parameter, from_dlpack(local))
 
     def finish_gather(self) -> None:
         """Wait for a gather that was begun, if there is one."""
@@ -224,7 +262,6 @@ class Bucket:
                     start,
                     stop,
                     given,
-                    local,
                     self.family,
                     cut,
                     None if self._shard is None else Stored(self._shard, slot.packed),

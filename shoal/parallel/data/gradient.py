@@ -140,6 +140,10 @@ class GradientReduction:
                     "zero_grad() of the parallel model first"
                 )
             self._backward = current
+            self._missing = [
+                sum(parameter.requires_grad for parameter in gradient_sum.bucket.parameters)
+                for gradient_sum in self._sums
+            ]
             self.makes_graph = torch.is_grad_enabled()
             Variable._execution_engine.queue_callback(self._end_backward)
 
@@ -265,10 +269,6 @@ class GradientReduction:
         self._started: list[int] = []
         self._is_started = [False] * len(self._sums)
         self._complete_here = {}
-        self._missing = [
-            sum(parameter.requires_grad for parameter in gradient_sum.bucket.parameters)
-            for gradient_sum in self._sums
-        ]
 
 
 def _is_within_backward() -> bool:

@@ -61,7 +61,6 @@ class _Naive(Strategy):
                 0,
                 parameter.numel(),
                 parameter,
-                parameter.data,
                 self._families[name],
                 self._cuts.get(name),
             )

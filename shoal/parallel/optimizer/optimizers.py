@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -14,14 +14,14 @@ from torch.optim.optimizer import (
 )
 
 from shoal.errors import LayoutError
-from shoal.parallel.owned import Owned
+from shoal.parallel.owned import PART, Owned
 
 __all__ = ["follow_optimizers"]
 
 # Marks are attributes of the tensors, so that they end with them.
 _COMPUTES = "_shoal_computes"
+_FIXED = "_shoal_fixed"
 _CHANGED = "_shoal_changed"
-_PART = "_shoal_part"
 
 _OF_WHOLE_PARAMETERS = ("Adafactor", "LAMB", "LARS", "Lamb", "Muon", "SOAP", "Shampoo")
 """Names of optimizers whose update of an element depends on others of its parameter."""
@@ -35,7 +35,12 @@ _NOT_OF_DTENSORS = {
 """Packages and names of optimizers that fail with some DTensors, because of limits or errors of their own."""
 
 
-def follow_optimizers(module: nn.Module, owned: Sequence[Owned], changed: Callable[[], None]) -> None:
+def follow_optimizers(
+    module: nn.Module,
+    owned: Sequence[Owned],
+    fixed: Iterable[tuple[str, nn.Parameter]],
+    changed: Callable[[], None],
+) -> None:
     """Refuse steps that would train nothing or train wrongly, and report all other steps.
 
     A step is refused if the optimizer was made before its model was laid out, or if it needs whole parameters
@@ -44,16 +49,19 @@ def follow_optimizers(module: nn.Module, owned: Sequence[Owned], changed: Callab
     Args:
         module: The model.
         owned: The parameters that optimizers may change.
+        fixed: The parameters that were not trained when the model was laid out, with their names.
         changed: Called after a step of an optimizer that has some of `owned`; a bound method, not kept alive.
     """
     given = {each.parameter for each in owned}
     for name, parameter in module.named_parameters():
         if parameter not in given:
             setattr(parameter, _COMPUTES, name)
+    for name, parameter in fixed:
+        setattr(parameter, _FIXED, name)
     called = _Told(weakref.WeakMethod(changed))  # type: ignore[arg-type]
     for each in owned:
         setattr(each.parameter, _CHANGED, called)
-        setattr(each.parameter, _PART, _part_of(each))
+        setattr(each.parameter, PART, _part_of(each))
 
 
 def _part_of(owned: Owned) -> tuple[str, str]:
@@ -71,7 +79,7 @@ def _require_whole(optimizer: Optimizer) -> None:
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            part, name = getattr(parameter, _PART, ("", ""))
+            part, name = getattr(parameter, PART, ("", ""))
             if (part == "a block" and not takes_blocks) or (part == "rows" and fails_with_rows):
                 kind = type(optimizer).__name__
                 raise LayoutError(
@@ -105,6 +113,14 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     _require_whole(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            name = getattr(parameter, _FIXED, None)
+            if name is not None and parameter.requires_grad:
+                raise LayoutError(
+                    f"{type(optimizer).__name__} has the parameter {name}, which was not trained when the "
+                    "model was laid over ranks, so it gets no gradient",
+                    possible="parameters that are frozen after shoal.parallelize, and released later",
+                    change=f"call requires_grad_(False) on {name} after shoal.parallelize",
+                )
             name = getattr(parameter, _COMPUTES, None)
             if name is not None and parameter.requires_grad:
                 raise LayoutError(

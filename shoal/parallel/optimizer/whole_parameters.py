@@ -126,7 +126,6 @@ class WholeParameters(Composed):
                 start=0,
                 stop=math.prod(each.shape),
                 parameter=self._whole_of[each.parameter],
-                local=self._whole_of[each.parameter].detach(),
             )
             for each in self._owned
             if not _is_shared(each) or any(owners.is_mine(each) for owners in self._owners)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shoal.parallel.arguments import kind_of
 from shoal.parallel.communication import Axis, Pending
+from shoal.parallel.micro_batches import next_of
 from shoal.parallel.pipeline.stage_chain import Form, StageChain
 from shoal.plan.schedules import Action, Payload, Receive, Send
 
@@ -54,7 +55,7 @@ class StepData:
 
     def _fetch(self, number: int) -> None:
         while len(self._kinds) <= number:
-            micro_batch = next(self._source)
+            micro_batch = next_of(self._source, len(self._kinds))
             self._held[len(self._kinds)] = micro_batch, self._uses
             self._kinds.append(kind_of(micro_batch[0]))
 

@@ -24,6 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shoal.parallel.communication import Axis
 from shoal.parallel.data.strategy import Strategy
+from shoal.parallel.micro_batches import require_scalar
 from shoal.parallel.pipeline.deferred import Deferral, WeightGradients, split_backward
 from shoal.parallel.pipeline.messages import Messages, MicroBatch, StepData
 from shoal.parallel.pipeline.outputs import broadcast_output
@@ -315,4 +316,4 @@ def _start_reductions(due: list[Strategy], reducing: list[Strategy]) -> None:
 
 
 def _share_of_loss(loss: Loss, targets: Tensor, mean_of: float, output: Any) -> Tensor:
-    return loss(output, targets) / mean_of
+    return require_scalar(loss(output, targets)) / mean_of
