@@ -11,7 +11,9 @@ at the span's start, waits for the collective, and has the event at its end. No 
 from __future__ import annotations
 
 import copy
+import itertools
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -31,6 +33,11 @@ from shoal.record import DeviceRecorder, NullRecorder, OpenSpan, Recorder, SpanB
 from shoal.timeline import Kind, Lane, Purpose
 
 __all__ = ["Axis", "Pending", "Then", "backend_of", "new_buffer"]
+
+_WORLDS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+"""The default groups of this process, numbered."""
+
+_numbers = itertools.count()
 
 # torch 2.13 renames the two collectives of equal parts; before it only the older names exist.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -186,9 +193,19 @@ class Axis:
         return axis
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """Return the axis as a mesh of one dim, for DTensors over it; the axis has more than one rank."""
+        """Return the axis as a mesh of one dim, for DTensors over it; the axis has more than one rank.
+
+        DTensor keeps results of operations by equal meshes. Meshes are unequal after the default group was
+        made anew, since the groups of the former ones are gone.
+        """
         if self._mesh is None:
-            self._mesh = DeviceMesh.from_group(self.process_group, device_type, mesh_dim_names=(self.name,))
+            world = dist.group.WORLD
+            assert world is not None
+            number = _WORLDS.get(world)
+            if number is None:
+                number = _WORLDS[world] = next(_numbers)
+            name = f"{self.name} {number}" if number else self.name
+            self._mesh = DeviceMesh.from_group(self.process_group, device_type, mesh_dim_names=(name,))
         return self._mesh
 
     def all_reduce(self, tensor: torch.Tensor, name: str) -> Pending:

@@ -176,12 +176,14 @@ class StepMemory:
     def _optimizer_bytes(self) -> Counter[str]:
         """Return the bytes of the optimizer's state, and of its own copies of weights."""
         found: Counter[str] = Counter()
-        own = {parameter.untyped_storage().data_ptr() for parameter in self._parallel.module.parameters()}
+        storages = [parameter.untyped_storage() for parameter in self._parallel.module.parameters()]
+        own = {each.data_ptr(): each.data_ptr() + each.nbytes() for each in storages}
         for each in self._parallel.owned:
             unit = self._unit(each.name)
             state = self._optimizer.state.get(each.parameter, {})
             found[unit] += sum(self._nbytes(tensor) for tensor in _tensors(state))
-            is_copy = each.local.untyped_storage().data_ptr() not in own
+            place = each.local.data_ptr()
+            is_copy = not any(start <= place < stop for start, stop in own.items())
             if is_copy and not self._parallel.plan.sharding.cuts_weights:
                 found[unit] += self._nbytes(each.local)
         return found

@@ -18,6 +18,7 @@ from shoal.check.trace import RankTrace
 from shoal.data import Loader
 from shoal.models import Mixture
 from shoal.models.experts import within_capacity
+from shoal.models.nested import map_tensors
 from shoal.parallel import Axis, GradientNorm, Parallel
 from shoal.parallel.context import context
 from shoal.parallel.context.positions import POSITIONS
@@ -203,9 +204,11 @@ def positions_of_another_part(_: str) -> Iterator[None]:
 def tokens_of_another_part(_: str) -> Iterator[None]:
     """Every rank of context parallelism takes the tokens of the first one's part."""
 
-    def first(self: Parallel, tensor: torch.Tensor) -> torch.Tensor:
-        size = self.axes.cp.size
-        return tensor[:, POSITIONS[self.plan.context](tensor.shape[1], size, 0)]
+    def first(self: Parallel, batch: Any) -> Any:
+        def cut(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor[:, POSITIONS[self.plan.context](tensor.shape[1], self.axes.cp.size, 0)]
+
+        return map_tensors(cut, batch)
 
     with patch.object(Parallel, "local_sequence", first):
         yield

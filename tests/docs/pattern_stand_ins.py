@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -566,6 +567,33 @@ def penalty_after(plan: str) -> Any:
 @pattern("a penalty on `parameters()` of what `shoal.parallelize` returned")
 def penalty_on_parts(plan: str) -> Any:
     return penalised(plan, "owned")
+
+
+def written(plan: str, *, is_gathered: bool) -> Any:
+    """Weights after a step, in-place writes to weights of `model`, and two more steps."""
+    parallel = shoal.parallelize(net(), plan)
+    optimizer = momentum(parallel)
+    _step(optimizer, _loss(parallel))
+    with parallel.gathered() if is_gathered else nullcontext(), torch.no_grad():
+        torch.manual_seed(3)
+        nn.init.normal_(parallel.module[0].weight)
+        parallel.module[2].weight.mul_(0.5)
+    for _ in range(2):
+        _step(optimizer, _loss(parallel))
+    return _weights(parallel)
+
+
+@pattern(
+    "write weights of `model` in place within `gathered()`, the same on all ranks: `nn.init`, weights of "
+    "another model"
+)
+def written_gathered(plan: str) -> Any:
+    return written(plan, is_gathered=True)
+
+
+@pattern("write weights of `model` in place outside of `gathered()`")
+def written_outside(plan: str) -> Any:
+    return written(plan, is_gathered=False)
 
 
 # -- loops of training -------------------------------------------------------------------------------

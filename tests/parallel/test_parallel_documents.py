@@ -197,9 +197,9 @@ def test_what_cannot_be_asked_is_said_and_trains():
             self.embed = nn.Embedding(VOCABULARY, WIDTH)
 
         def forward(self, tokens, image, position_ids=None):
-            return self.embed(tokens) + image
+            return self.embed(tokens) + image.view(7, 1, WIDTH)
 
-    with pytest.warns(UserWarning, match="Two could not be probed(.|\n)*must match the size"):
+    with pytest.warns(UserWarning, match="Two could not be probed(.|\n)*is invalid for input of size"):
         require_documents(Two())
 
 

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from shoal.plan import Plan
 
 BY_ROUNDING = 32  # an error may be so many times what fp32 makes in one process
 ULP = 2.0**-23
-QUICK = (6, 29, 39, 23, 1, 8, 0, 47, 24, 12, 7)
+QUICK = (6, 29, 39, 23, 1, 8, 0, 47, 19, 12, 7)
 """Cases for every run of the tests, the quickest that catch the faults in tests/faults/exchanges.toml."""
 
 NAMED = ("PlanError", "ModelError", "LayoutError", "ConfigError")
@@ -173,6 +174,13 @@ def pools():
 def test_some_random_trainings_are_those_of_one_process(pools, tmp_path, one_thread, number):
     case = drawn(max(QUICK) + 1)[number]
     assert not outcome_of(pools, case, tmp_path), case
+
+
+def test_servers_clip_the_gradient_of_a_worker_with_several_whole_states(pools, tmp_path, one_thread):
+    (drawn,) = draw_cases(1)
+    settings = {**drawn.settings, "model": "tied", "data": "plain", "optimizer": "sgd", "clip": "on"}
+    plan = "dp=2,cp=2,exchange=server,servers=2,microbatch=2"
+    assert not outcome_of(pools, replace(drawn, settings=settings, plan=plan, other="", saved=0), tmp_path)
 
 
 @pytest.mark.long

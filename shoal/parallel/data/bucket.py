@@ -107,6 +107,7 @@ class Bucket:
         self._gathering: Pending | None = None
         self._absent = torch.full((), torch.nan, dtype=dtype, device=device)
         self.dropped = False
+        self._versions = [each._version for each in self.parameters]
         if not resident:
             self.drop_weights()
 
@@ -123,6 +124,7 @@ class Bucket:
         """Begin to update the weights from every shard's master."""
         self.finish_gather()
         self._follow_assignments()
+        self.take_writes(are_current=False)
         if self.dropped:
             storage = self.weights.untyped_storage()
             storage.resize_(self.weights.numel() * self.weights.element_size())
@@ -184,7 +186,40 @@ class Bucket:
 
     def count_write(self) -> None:
         """Make backwards fail that go through earlier uses of the weights, as after a write in place."""
+        self.take_writes(are_current=False)
         torch.autograd.graph.increment_version(self.parameters)
+        self._versions = [each._version for each in self.parameters]
+
+    def take_writes(self, *, are_current: bool) -> None:
+        """Take what was written to the model's parameters in place since the last call for the owner's rows.
+
+        Args:
+            are_current: Whether the weights equal the owners' rows, but for what was written.
+
+        Raises:
+            LayoutError: They do not, or the rows are in a file.
+        """
+        versions = [each._version for each in self.parameters]
+        written = [
+            index for index, pair in enumerate(zip(self._versions, versions, strict=True)) if len({*pair}) > 1
+        ]
+        self._versions = versions
+        if not written or self._shares_memory:
+            return
+        if (
+            not are_current
+            or self.dropped
+            or (self._shard is not None and self._shard.parameters is not None)
+        ):
+            raise LayoutError(
+                f"the model's weight {self.layout.slots[written[0]].name} was written outside of gathered(), "
+                "where it is only a copy of what ranks own",
+                possible="writes within `with parallel.gathered():`, the same on all ranks, unless weights "
+                "are in files; writes to parameters() of what shoal.parallelize returned",
+                change="write within gathered()",
+            )
+        for index in written:
+            self._master[index].copy_(self._weight_parts[index])
 
     def drop_weights(self) -> None:
         """Free the weights; until the next gather the model's parameters read as NaN.
@@ -193,6 +228,7 @@ class Bucket:
         weights are back.
         """
         self.finish_gather()
+        self.take_writes(are_current=True)
         for parameter in self.parameters:
             parameter.data = self._absent.expand(parameter.shape)
         self.weights.untyped_storage().resize_(0)

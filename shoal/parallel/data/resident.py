@@ -134,6 +134,7 @@ class _ResidentWeights(Strategy):
         self._update.refresh()
         with self._update.unchanged():
             yield
+        self._update.take_writes()
 
     def unchanged(self) -> AbstractContextManager[None]:
         """See `Strategy.unchanged`."""

@@ -94,6 +94,11 @@ class WeightUpdate:
         self._gather()
         self._finish()
 
+    def take_writes(self) -> None:
+        """Take what was written to the weights since the last gather for the owners' parts."""
+        for bucket in self._buckets:
+            bucket.take_writes(are_current=True)
+
     def start(self) -> None:
         """Start the gathers, if somebody may have written since the last ones."""
         if not self._is_fresh or (self._is_used and not self._unchanged):
