@@ -75,7 +75,7 @@ def trial_of(kind: Kind, cell: str) -> Trial | None:
             return None
         options["output_router_logits"] = True
     described = {} if config is None else config.to_dict()
-    if "cp" in cell and described.get("sliding_window") and not described.get("per_layer_config"):
+    if "cp" in cell and described.get("sliding_window"):
         options["sliding_window"] = WIDE
     return Trial(
         model=f"hf:{kind.name}",
