@@ -25,6 +25,7 @@ __all__ = [
     "mark_laid_out",
     "outside_graphs",
     "refuse_copies",
+    "require_no_gradient_transform",
     "watch",
     "watch_calls",
 ]
@@ -77,6 +78,23 @@ class _Watched(dict[str, Any]):
         # A loss may list them to add a penalty; code that lists them outside a forward reads names and sizes.
         if self._is_forward_open():
             self._before()
+
+
+def require_no_gradient_transform() -> None:
+    """Check that weights are not gathered within `torch.func.grad` or another transform that differentiates.
+
+    Raises:
+        LayoutError: They would be: the transform would follow the communication, and end the process.
+    """
+    transforms = torch._C._functorch.get_interpreter_stack() or []
+    if any(each.key() != torch._C._functorch.TransformType.Vmap for each in transforms):
+        raise LayoutError(
+            "the model was called within torch.func.grad, jacrev, jvp or the like, and its weights come from "
+            "several ranks during the call",
+            possible="backward() and torch.autograd.grad with respect to inputs; shard=none, zero1 or zero2; "
+            "functional_call of a plain copy of the model with clones of weights made within gathered()",
+            change="use one of these",
+        )
 
 
 def watch(module: nn.Module, before: Callable[[], object], is_forward_open: Callable[[], bool]) -> None:

@@ -205,7 +205,7 @@ class DivisionProbe:
         its part of the output. A model that draws random numbers beside dropout is not asked.
         """
         tokens = probe.inputs(length, seed)
-        factors = _factors(probe, tokens)
+        factors = _factors(probe, tokens) if names else None
         if factors is None:
             return []
         expected = self._gradients(probe, tokens, factors, names)

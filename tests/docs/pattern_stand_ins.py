@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -591,6 +591,31 @@ def written_gathered(plan: str) -> Any:
     return written(plan, is_gathered=True)
 
 
+@pattern("write weights within `gathered()` that is nested, ends with an error, or has steps within it")
+def written_in_turns(plan: str) -> Any:
+    def write(factor: float) -> None:
+        with torch.no_grad():
+            for each in parallel.module.parameters():
+                each.mul_(factor)
+
+    parallel = shoal.parallelize(net(), plan)
+    optimizer = momentum(parallel)
+    with parallel.gathered():
+        write(2.0)
+        with parallel.gathered():
+            write(0.5)
+        write(0.5)
+    _step(optimizer, _loss(parallel))
+    with suppress(ValueError), parallel.gathered():
+        write(2.0)
+        raise ValueError
+    with parallel.gathered():
+        write(0.5)
+        for _ in range(2):
+            _step(optimizer, _loss(parallel))
+    return _weights(parallel)
+
+
 @pattern("write weights of `model` in place outside of `gathered()`")
 def written_outside(plan: str) -> Any:
     return written(plan, is_gathered=False)
@@ -794,6 +819,28 @@ def functional(plan: str) -> Any:
     parallel = shoal.parallelize(net(), plan)
     weights = dict(net(5).named_parameters())
     return torch.func.functional_call(parallel.module, weights, (SAMPLES,)).detach()
+
+
+def per_sample(plan: str) -> Any:
+    """Gradients of each sample's loss, on every rank."""
+    parallel = shoal.parallelize(net(), plan)
+    weights = {name: each.detach() for name, each in parallel.module.named_parameters()}
+
+    def loss(weights: dict[str, Tensor], sample: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(torch.func.functional_call(parallel.module, weights, (sample[None],)), target[None])
+
+    found = torch.vmap(torch.func.grad(loss), (None, 0, 0))(weights, SAMPLES, SORTED)
+    return list(found.values())
+
+
+pattern("`torch.func.grad` for gradients per sample")(per_sample)
+pattern("`torch.func.grad` over a model whose weights are cut")(per_sample)
+
+
+@pattern("a frozen reference model that is split")
+def split_reference(plan: str) -> Any:
+    model = Decoder(lambda: Attention("width")).requires_grad_(False)
+    return next_token_loss(shoal.parallelize(model, plan)(TOKENS), TARGETS)
 
 
 @pattern("an error in a step on all ranks, and `model.zero_grad()` before the next step")

@@ -213,10 +213,10 @@ class Bucket:
         ):
             raise LayoutError(
                 f"the model's weight {self.layout.slots[written[0]].name} was written outside of gathered(), "
-                "where it is only a copy of what ranks own",
+                "or beside a step within it, where it is only a copy of what ranks own",
                 possible="writes within `with parallel.gathered():`, the same on all ranks, unless weights "
                 "are in files; writes to parameters() of what shoal.parallelize returned",
-                change="write within gathered()",
+                change="write within gathered(); after a step within it, call the model first",
             )
         for index in written:
             self._master[index].copy_(self._weight_parts[index])

@@ -128,13 +128,9 @@ class _ResidentWeights(Strategy):
         """See `Strategy.call_hooks`."""
         self._reduction.call_hooks()
 
-    @contextmanager
-    def gathered(self) -> Iterator[None]:
+    def gathered(self) -> AbstractContextManager[None]:
         """See `Strategy.gathered`."""
-        self._update.refresh()
-        with self._update.unchanged():
-            yield
-        self._update.take_writes()
+        return self._update.gathered()
 
     def unchanged(self) -> AbstractContextManager[None]:
         """See `Strategy.unchanged`."""

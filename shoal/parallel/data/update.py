@@ -43,6 +43,7 @@ class WeightUpdate:
         self._is_used = False  # a forward has used it since its gather, without a backward
         self._under_way = False
         self._unchanged = 0
+        self._gathered = 0  # open calls of `gathered`
         self._forwards = 0  # open forwards of the model, nested
         self._seen: set[int] = set()
         if not self._buckets:
@@ -68,12 +69,15 @@ class WeightUpdate:
 
     def mark(self) -> None:
         """Note that the owners' parts have changed, or are about to."""
+        if self._gathered:
+            self._take_writes()
         self._finish()
         self._is_fresh = self._is_used = False
 
     def mark_written(self) -> None:
         """Note that the owners' parts have changed, so that values made of the weights are old."""
         self._is_written = True
+        self._is_fresh = False
         self.mark()
 
     def keep(self) -> None:
@@ -94,10 +98,23 @@ class WeightUpdate:
         self._gather()
         self._finish()
 
-    def take_writes(self) -> None:
-        """Take what was written to the weights since the last gather for the owners' parts."""
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Update all weights, and take what is written to them while this context lasts."""
+        if self._gathered:
+            self._take_writes()
+        self.refresh()
+        self._gathered += 1
+        try:
+            with self.unchanged():
+                yield
+        finally:
+            self._gathered -= 1
+            self._take_writes()
+
+    def _take_writes(self) -> None:
         for bucket in self._buckets:
-            bucket.take_writes(are_current=True)
+            bucket.take_writes(are_current=self._is_fresh)
 
     def start(self) -> None:
         """Start the gathers, if somebody may have written since the last ones."""

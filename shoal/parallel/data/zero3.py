@@ -24,6 +24,7 @@ from typing import final
 
 import torch
 
+from shoal.parallel.access import require_no_gradient_transform
 from shoal.parallel.data.block_order import BlockOrder, Visits
 from shoal.parallel.data.blocks import groups_by_block
 from shoal.parallel.data.bucket import Bucket
@@ -77,6 +78,7 @@ class _ShardedWeights(Strategy):
         self._pinned: set[int] = set()  # blocks that the running forward pinned
         self._read: set[int] = set()  # blocks that a forward pinned and whose backward has not run yet
         self._held_open = 0
+        self._is_stale = False  # weights that are held open: their owners may have changed since a gather
         self._is_written = (
             False  # the owners' parts, since uses of weights before were counted as out of date
         )
@@ -172,15 +174,22 @@ class _ShardedWeights(Strategy):
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """See `Strategy.gathered`."""
+        if self._held_open:
+            self._take_writes()
         self._count_write()
         self._drop_all()  # remaining weights may be older than the optimizer step
         self._held_open += 1
         try:
+            self._refresh()
             self._gather(self._buckets)
             yield
         finally:
             self._held_open -= 1
-            self._drop_all()
+            try:
+                self._take_writes()
+            finally:
+                self._is_stale &= self._held_open > 0
+                self._drop_all()
 
     def clear(self) -> None:
         """See `Strategy.clear`."""
@@ -193,6 +202,9 @@ class _ShardedWeights(Strategy):
     def changed(self) -> None:
         """See `Strategy.changed`. Weights are gathered anew in every forward."""
         self._is_written = True
+        if self._held_open:
+            self._is_stale = True
+            self._take_writes()
         self._end_keeping()
         self._drop_all()
 
@@ -202,6 +214,7 @@ class _ShardedWeights(Strategy):
         self._count_write()
         self._end_keeping()
         self._drop_all()  # as in `gathered`
+        self._refresh()
         if self._keeps_all:
             for bucket in self._buckets:
                 bucket.start_gather()
@@ -267,8 +280,22 @@ class _ShardedWeights(Strategy):
             self._storage.settle()
         if not (self._accumulating or self._reduction.is_paused):
             self.note_step()
+            if self._held_open:
+                self._take_writes()
+                self._is_stale = True
             if not self._is_stage:
                 self.call_hooks()
+
+    def _take_writes(self) -> None:
+        for bucket in self._buckets:
+            bucket.take_writes(are_current=not self._is_stale)
+
+    def _refresh(self) -> None:
+        """Gather the weights that are held open anew, if their owners may have changed."""
+        if self._is_stale:
+            for bucket in self._buckets:
+                bucket.start_gather()
+        self._is_stale = False
 
     def _count_write(self) -> None:
         if self._is_written:
@@ -285,6 +312,7 @@ class _ShardedWeights(Strategy):
                 bucket.start_gather()
 
     def _gather(self, buckets: Sequence[Bucket]) -> None:
+        require_no_gradient_transform()
         self._start(buckets)
         for bucket in buckets:
             bucket.finish_gather()

@@ -40,12 +40,30 @@ class OuterState(Optimizer):
             state["outer_anchor"] = owned.parameter.detach().clone()
         return local_part(state["outer_anchor"])
 
+    def set_anchors(self, owned: Sequence[Owned]) -> None:
+        """Make the present values the anchors."""
+        for each in owned:
+            self.anchor(each).copy_(each.local)
+
     def momentum(self, owned: Owned) -> torch.Tensor:
         """Return the momentum of the outer gradient, `[rows, ...]`; zeros at first."""
         state = self.state[owned.parameter]
         if "outer_momentum" not in state:
             state["outer_momentum"] = torch.zeros_like(owned.parameter, requires_grad=False)
         return local_part(state["outer_momentum"])
+
+    def give_momentum(self, stepped: Optimizer, owned: Sequence[Owned]) -> None:
+        """Give the momentum, where there is one, to the `SGD` that servers step."""
+        for each in owned:
+            if "outer_momentum" in self.state[each.parameter]:
+                stepped.state[each.parameter]["momentum_buffer"] = self.momentum(each)
+
+    def take_momentum(self, stepped: Optimizer, owned: Sequence[Owned]) -> None:
+        """Take the momentum, where there is one, of the `SGD` that servers step."""
+        for each in owned:
+            momentum = stepped.state.get(each.parameter, {}).get("momentum_buffer")
+            if momentum is not None:
+                self.momentum(each).copy_(local_part(momentum))
 
     def error(self, owned: Owned) -> torch.Tensor | None:
         """Return what was left out of merges on all workers, `[rows, ...]`, when the state was saved."""

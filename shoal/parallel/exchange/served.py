@@ -22,7 +22,7 @@ from shoal.parallel.exchange.flat import pack, unpack
 from shoal.parallel.exchange.outer_settings import Outer
 from shoal.parallel.exchange.outer_state import OuterState, divided
 from shoal.parallel.exchange.pushes import Pushes
-from shoal.parallel.exchange.served_state import give_state, require_elementwise, take_state
+from shoal.parallel.exchange.served_state import Loaded, give_state, require_elementwise, take_state
 from shoal.parallel.exchange.sums import seed_of
 from shoal.parallel.optimizer.composed import (
     Composed,
@@ -32,7 +32,7 @@ from shoal.parallel.optimizer.composed import (
     title_of,
     unscaled,
 )
-from shoal.parallel.owned import Owned, local_part
+from shoal.parallel.owned import Owned
 from shoal.parallel.parallel import Parallel
 from shoal.plan import Compression
 from shoal.record import Recorder
@@ -111,14 +111,13 @@ class ServedUpdates(Composed):
         self.is_local = outer is not None
         self._outer = OuterState(parallel.owned)
         self._outer_settings = outer
-        stepped: Optimizer = optimizer
+        self._stepped: Optimizer = optimizer  # what the servers step
         if outer is not None:
             parameters = [each.parameter for each in parallel.owned]
             rate, momentum, _ = outer
-            stepped = SGD(parameters, lr=rate, momentum=momentum, nesterov=momentum > 0)
-        self._stepped = stepped  # what the servers step
+            self._stepped = SGD(parameters, lr=rate, momentum=momentum, nesterov=momentum > 0)
         places = [(each.parameter, each.local.numel()) for each in parallel.owned]
-        self._blueprint = Blueprint.of(stepped, places)
+        self._blueprint = Blueprint.of(self._stepped, places)
         self._sent = torch.zeros(self._blueprint.elements)
         self._values = torch.zeros(self._blueprint.elements)
         self._compression = compression
@@ -126,7 +125,8 @@ class ServedUpdates(Composed):
         self._pushes = Pushes(self._codec, feedback)
         self._versions: list[int] = []
         self._nbytes = self._values.nbytes  # of the last push; in rounds a pull has as many
-        self._has_settled = False
+        self._settled: torch.Tensor | None = None  # values that were taken to be saved
+        self._loaded = Loaded(parallel)
         self._shares: list[int] = []
         self._first_of_shares = first  # of those that it was given last
         self._clock = 0
@@ -188,11 +188,15 @@ class ServedUpdates(Composed):
         return self.worker >= 0 and not self._shares
 
     def share(self) -> int | None:
-        """Return the share of the data to train on next; None if none is left. Joins at the first call."""
+        """Return the share of the data to train on next; None if none is left. Joins at the first call.
+
+        Raise a TrainingError if other weights were loaded after that.
+        """
         if self.worker < 0:
             self._join()
-        if self._has_settled:  # go on with the values that were pulled
-            self._has_settled = False
+        self._require_pulled()
+        if self._settled is not None:  # go on with the values that were pulled
+            self._settled = None
             self._unpack(self._values)
             self._parallel.changed()
         return self._shares[0] if self._shares else None
@@ -201,6 +205,7 @@ class ServedUpdates(Composed):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make a step: on the servers, or by this worker; exchange when it is due."""
         loss = loss_of(closure)
+        self._require_pulled()
         if not unscaled(self):
             self.pass_over()
             return loss
@@ -214,6 +219,7 @@ class ServedUpdates(Composed):
     @torch.no_grad()
     def pass_over(self) -> None:
         """Count a step that this worker leaves out; exchange when it is due."""
+        self._require_pulled()
         self._advance()
         self._parallel.changed()
 
@@ -222,17 +228,14 @@ class ServedUpdates(Composed):
         """Take the values and the optimizer's state from the servers, to be saved."""
         if self.worker < 0:
             return
-        self._has_settled = True
-        values = torch.empty_like(self._values)
+        self._require_pulled()
+        self._settled = values = torch.empty_like(self._values)
         fetched = self._servers.fetch(self._ranks.rank, values)
         windows = self._servers.windows(self._blueprint.elements)
         take_state(self._stepped, self._parallel.owned, self._blueprint, windows, fetched)
         self._unpack(values)
         if self.is_local:
-            for owned in self._parallel.owned:
-                state = self._stepped.state.get(owned.parameter, {})
-                if (momentum := state.get("momentum_buffer")) is not None:
-                    self._outer.momentum(owned).copy_(local_part(momentum))
+            self._outer.take_momentum(self._stepped, self._parallel.owned)
         self._parallel.changed()
         self.show()
 
@@ -285,16 +288,11 @@ class ServedUpdates(Composed):
         self.leads, self.finished, self.counted = ticket.leads, ticket.finished, ticket.finished
         pack(self._parallel.owned, [each.local for each in self._parallel.owned], self._values)
         windows = self._servers.windows(self._blueprint.elements)
-        states = self._states_to_give(windows)
+        if self.is_local:
+            self._outer.give_momentum(self._stepped, self._parallel.owned)
+        states = give_state(self._stepped, self._parallel.owned, windows)
         self._servers.begin(self._ranks.rank, self._blueprint, self._values, states, self._compression)
         self._pull(Decision(ticket.shares, 0, 0, self.leads, mode=self.mode))
-
-    def _states_to_give(self, windows: Sequence[slice]) -> Any:
-        if self.is_local:
-            for owned in self._parallel.owned:
-                if "outer_momentum" in self._outer.state[owned.parameter]:
-                    self._stepped.state[owned.parameter]["momentum_buffer"] = self._outer.momentum(owned)
-        return give_state(self._stepped, self._parallel.owned, windows)
 
     def _advance(self) -> None:
         """Finish a share, and exchange if it was the last of those that this worker was given."""
@@ -374,6 +372,11 @@ class ServedUpdates(Composed):
             )
         self.staleness = max(stale, default=0)
 
+    def _require_pulled(self) -> None:
+        """Check weights that were loaded; beside steps of its own they count as what this worker changed."""
+        if self.worker >= 0 and not (self.is_local and self._made):
+            self._loaded.require(self._values if self._settled is None else self._settled)
+
     def _note(self, decision: Decision, staleness: int) -> None:
         """Take note of what the servers answered."""
         workers = [worker for worker, _ in decision.members]
@@ -394,5 +397,4 @@ class ServedUpdates(Composed):
     def _unpack(self, vector: torch.Tensor) -> None:
         unpack(self._parallel.owned, vector)
         if self.is_local:
-            for owned in self._parallel.owned:
-                self._outer.anchor(owned).copy_(owned.local)
+            self._outer.set_anchors(self._parallel.owned)

@@ -8,20 +8,53 @@ no step had a gradient of has no state.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch.optim import Optimizer
 
-from shoal.errors import LayoutError
+from shoal.errors import LayoutError, TrainingError
+from shoal.parallel.exchange.flat import pack
 from shoal.parallel.optimizer.composed import Composed, title_of
 from shoal.parallel.owned import Owned, local_part
+from shoal.parallel.parallel import Parallel
 from shoal.server import Blueprint
 
-__all__ = ["give_state", "require_elementwise", "take_state"]
+__all__ = ["Loaded", "give_state", "require_elementwise", "take_state"]
 
 _OfServer = tuple[Sequence[Mapping[str, Any]], Sequence[torch.Tensor]]
+
+
+@final
+class Loaded:
+    """Notices weights that are loaded into a worker.
+
+    Args:
+        parallel: The model of the worker.
+    """
+
+    def __init__(self, parallel: Parallel) -> None:
+        self._parallel = parallel
+        self._loads = Counter(parallel.loads)
+
+    def require(self, values: torch.Tensor) -> None:
+        """Check that weights that were loaded since the last call are these, `[elements]`.
+
+        Raises:
+            TrainingError: They are others, which the next values from the servers would replace.
+        """
+        if self._parallel.loads == self._loads:
+            return
+        self._loads = Counter(self._parallel.loads)
+        owned, own = self._parallel.owned, torch.empty_like(values)
+        pack(owned, [each.local for each in owned], own)
+        if not torch.equal(own, values):
+            raise TrainingError(
+                "weights were loaded into a worker that has joined its servers, whose values would replace "
+                "them: load weights into all workers before their first share()"
+            )
 
 
 def require_elementwise(optimizer: Optimizer) -> None:
