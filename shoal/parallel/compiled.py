@@ -7,7 +7,8 @@ Only a block's own forward is compiled. Its hooks, which gather and reduce, run 
 it end one graph, and another begins after them. Blocks of one kind share their graphs.
 
 Recomputing always restores the states of torch's generators: whatever a user puts in a block, also later, may
-draw from them. They are on the host, a GPU's too: to keep them is a small copy without a wait.
+draw from them. They are on the host, a GPU's too: to keep them is a small copy without a wait. It restores
+the buffers that the forward changed too, such as running statistics, and afterwards puts them back.
 
     compile, recompute       forward of a block
     none, full               checkpointed
@@ -22,13 +23,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial, wraps
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
+from shoal.parallel.plain_state import StateBefore, StatesBefore, restored
 from shoal.trace import EXPENSIVE
 
 __all__ = ["compile_blocks", "compiled", "plain_key", "uncompiled"]
@@ -44,6 +52,9 @@ _WRAPPED = "_orig_mod"
 
 _GRAPHS_PER_BLOCK = 8
 """Graphs that a block may have: without gradients, in evaluation, between its collectives."""
+
+_Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+"""Makes what a forward runs within, first and again."""
 
 
 def compile_blocks(
@@ -71,13 +82,49 @@ def compile_blocks(
         forward, policy = block.forward, recompute if again is None or number in again else "none"
         if policy == "selective":
             contexts = partial(create_selective_checkpoint_contexts, _keep_expensive)
-            forward = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
+            if compiler is None:
+                forward = _recomputed(block, forward, contexts)
+            else:  # the graph changes buffers once
+                forward = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
         if compiler is not None and (compile == "blocks" or policy == "selective"):
             forward = _with_room(compiler(forward), _GRAPHS_PER_BLOCK * len(blocks))
         if policy == "full":
-            forward = partial(checkpoint, forward, use_reentrant=False)
+            forward = _recomputed(block, forward, noop_context_fn)
         if forward is not block.forward:
             block.forward = forward
+
+
+def _recomputed(block: nn.Module, forward: Callable[..., Any], contexts: _Contexts) -> Callable[..., Any]:
+    """Return a block's forward that backward runs again, within `contexts`, in the state that it ran in."""
+    states = StatesBefore(block)
+
+    def with_states() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        first, again = contexts()
+        return first, _Again(states.take(), again) if torch.is_grad_enabled() else again
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        # A graph changes buffers once.
+        chosen = contexts if torch.compiler.is_compiling() else with_states
+        return checkpoint(forward, *arguments, use_reentrant=False, context_fn=chosen, **named)
+
+    return call
+
+
+@final
+class _Again(AbstractContextManager[None]):
+    """What a forward runs again within, once for each backward: its state, and another context."""
+
+    def __init__(self, before: Sequence[StateBefore], within: AbstractContextManager[Any]) -> None:
+        self._before, self._within = before, within
+
+    def __enter__(self) -> None:
+        with ExitStack() as entered:
+            entered.enter_context(restored(self._before))
+            entered.enter_context(self._within)
+            self._entered = entered.pop_all()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.__exit__(*error)
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -51,6 +51,7 @@ from shoal.parallel.loss_probe import ignores_first_label
 
 __all__ = ["Counted", "Loss", "MicroBatch", "Reader", "auxiliary_coefficient"]
 
+_MASK = "attention_mask"
 _POSITIONS = "position_ids"
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -151,7 +152,7 @@ class Reader:
             self._is_first_left_out = ignores_first_label(model)
         self._name = type(model).__name__
         self._takes = inspect.signature(model.forward)
-        self._documents = DocumentsGuard(model)
+        self._documents, self._is_hugging_face = DocumentsGuard(model), hasattr(model, "loss_type")
         if packed:
             self._documents.require(is_promised=True, length=sequence or 1)
 
@@ -180,6 +181,10 @@ class Reader:
         plan = parallel.plan
         arguments, named, targets, loss = self._parts(batch, is_cut=plan.tp * plan.cp * plan.pp > 1)
         self._require_taken(arguments, named)
+        may_drop = parallel.axes.cp.size > 1 or _POSITIONS in named
+        if may_drop and self._is_hugging_face and _is_all_ones(named.get(_MASK)):
+            # It says nothing, and transformers looks for documents only in batches without a mask.
+            named = {**named, _MASK: None}
         self._require_documents(batch, named)
         if parallel.axes.cp.size > 1:
             arguments, named, targets = parallel.local_sequence((arguments, named, targets))
@@ -244,7 +249,17 @@ class Reader:
     def _require_documents(self, batch: Any, named: Mapping[str, Any]) -> None:
         """Check that the model keeps documents apart if the batch holds several in a sample."""
         positions = named.get(_POSITIONS)
-        if not isinstance(positions, torch.Tensor) or named.get("attention_mask") is not None:
+        mask = named.get(_MASK)
+        if not isinstance(positions, torch.Tensor):
+            return
+        if mask is not None:
+            if self._is_hugging_face and _has_documents(positions, mask):
+                raise ModelError(
+                    f"{self._name} was given position_ids that begin anew in a sample, and an attention_mask "
+                    "with padding, with which it does not keep documents apart",
+                    possible="packed documents without attention_mask, or one document in a sample with it",
+                    change="leave out attention_mask; let padding begin anew too, with labels of -100",
+                )
             return
         is_promised = not isinstance(batch, Mapping) and isinstance(batch[0], Packed)
         if is_promised or (positions.dim() == 2 and bool((positions.diff() < 0).any())):
@@ -264,6 +279,19 @@ class Reader:
         if not isinstance(counted, torch.Tensor) or not _is_integer(counted):
             return None
         return float((counted != IGNORED).sum())
+
+
+def _is_all_ones(mask: Any) -> bool:
+    """Return whether it is a mask `[batch, seq]` that hides nothing."""
+    return isinstance(mask, torch.Tensor) and mask.dim() == 2 and bool((mask == 1).all())
+
+
+def _has_documents(positions: torch.Tensor, mask: Any) -> bool:
+    """Return whether positions begin anew among tokens that a mask `[batch, seq]` does not hide."""
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or positions.shape != mask.shape:
+        return False
+    is_seen = mask != 0
+    return bool(((positions.diff() < 0) & is_seen[:, 1:] & is_seen[:, :-1]).any())
 
 
 def auxiliary_coefficient(model: Any) -> float | None:

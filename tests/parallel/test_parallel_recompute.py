@@ -12,6 +12,7 @@ from torch import nn
 
 from shoal.models import Transformer, TransformerConfig
 from shoal.parallel.compiled import compile_blocks
+from shoal.parallel.plain_state import StatesBefore
 from shoal.plan import Plan, block_choices
 from shoal.plan.recompute import Recompute
 
@@ -129,6 +130,68 @@ def test_a_block_of_another_class_draws_the_same_again():
     result.sum().backward()
     is_kept = result.detach() != 0
     assert torch.equal(block[0].bias.grad, 2.0 * is_kept.sum(0))
+
+
+class Counts(nn.Module):
+    """Adds what a buffer and a number beside it say, and counts its forwards in both."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+        self.number = 0
+
+    def forward(self, values):
+        self.number += 1
+        self.seen = self.seen + 1  # another tensor, where a batch norm changes its own
+        return values * (1 + 0.1 * self.seen) + 0.1 * self.number
+
+
+def changing():
+    """Three blocks whose forwards change their state in each of the ways that modules have."""
+    torch.manual_seed(0)
+
+    def block():
+        normed = [nn.BatchNorm1d(6), nn.BatchNorm1d(6, momentum=None)]
+        inner = [nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), *normed, Counts(), nn.Tanh()]
+        return nn.Sequential(nn.Linear(6, 6), nn.Sequential(*inner))
+
+    return nn.Sequential(*(block() for _ in range(3)))
+
+
+def gradients_and_state(recompute, retain):
+    """Gradients, buffers and numbers after steps whose backwards follow both forwards, as in a pipeline."""
+    model = changing()
+    compile_blocks(list(model), recompute)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(2):
+        losses = [model(torch.randn(5, 6, generator=generator)).square().sum() for _ in range(2)]
+        with torch.no_grad():
+            model(torch.randn(5, 6, generator=generator))
+        for loss in losses:
+            loss.backward(retain_graph=retain)
+            if retain:
+                loss.backward()
+    numbers = [module.number for module in model.modules() if isinstance(module, Counts)]
+    named = {name: parameter.grad for name, parameter in model.named_parameters()}
+    return named | {name: buffer.clone() for name, buffer in model.named_buffers()}, numbers
+
+
+@pytest.mark.parametrize(("policy", "retain"), [("full", False), ("full", True), ("selective", False)])
+def test_a_forward_that_is_run_again_finds_the_state_of_the_first_and_leaves_none(policy, retain):
+    expected, counted = gradients_and_state("none", retain)
+    found, numbers = gradients_and_state(policy, retain)
+    assert numbers == counted == [6, 6, 6]
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def test_buffers_that_do_not_change_are_copied_once():
+    block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False))
+    block.register_buffer("mask", torch.ones(4))
+    states = StatesBefore(block)
+    (_, first, _), (_, second, _) = states.take()[0], states.take()[0]
+    assert first["mask"][2] is second["mask"][2]
 
 
 def test_a_stage_has_its_share_of_the_number_rounded_up():
