@@ -11,7 +11,6 @@ at the span's start, waits for the collective, and has the event at its end. No 
 from __future__ import annotations
 
 import copy
-import itertools
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -34,10 +33,8 @@ from shoal.timeline import Kind, Lane, Purpose
 
 __all__ = ["Axis", "Pending", "Then", "backend_of", "new_buffer"]
 
-_WORLDS: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-"""The default groups of this process, numbered."""
-
-_numbers = itertools.count()
+_world: weakref.ref[dist.ProcessGroup] | None = None
+"""The default group when a mesh was made last."""
 
 # torch 2.13 renames the two collectives of equal parts; before it only the older names exist.
 _all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -141,6 +138,21 @@ def backend_of(group: dist.ProcessGroup | None, device_type: str) -> str:
     return next((backend for device, _, backend in pairs if device == device_type), "")
 
 
+def _forget_former_meshes() -> None:
+    """Empty torch's cache of results on equal meshes, if the default group was made anew since the last call.
+
+    The cached meshes have the groups of the former default group, which are gone.
+    """
+    global _world
+    world = dist.group.WORLD
+    assert world is not None
+    if _world is not None and _world() is not world:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # a slow import, seldom needed
+
+        _clear_sharding_prop_cache()
+    _world = weakref.ref(world)
+
+
 class Axis:
     """One axis of the mesh: the ranks that differ along this axis only, and the collectives over them.
 
@@ -193,19 +205,10 @@ class Axis:
         return axis
 
     def mesh(self, device_type: str) -> DeviceMesh:
-        """Return the axis as a mesh of one dim, for DTensors over it; the axis has more than one rank.
-
-        DTensor keeps results of operations by equal meshes. Meshes are unequal after the default group was
-        made anew, since the groups of the former ones are gone.
-        """
+        """Return the axis as a mesh of one dim, for DTensors over it; the axis has more than one rank."""
         if self._mesh is None:
-            world = dist.group.WORLD
-            assert world is not None
-            number = _WORLDS.get(world)
-            if number is None:
-                number = _WORLDS[world] = next(_numbers)
-            name = f"{self.name} {number}" if number else self.name
-            self._mesh = DeviceMesh.from_group(self.process_group, device_type, mesh_dim_names=(name,))
+            _forget_former_meshes()
+            self._mesh = DeviceMesh.from_group(self.process_group, device_type, mesh_dim_names=(self.name,))
         return self._mesh
 
     def all_reduce(self, tensor: torch.Tensor, name: str) -> Pending:

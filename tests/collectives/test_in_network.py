@@ -212,6 +212,7 @@ def compute_for_long(tell: Connection, rank: int, size: int, store: str, address
     time.sleep(3 * HEARTBEAT * (1 + rank))  # the others wait for longer than a heartbeat too
     dist.all_reduce(tensor)
     tell.send(tensor.unique().tolist())
+    tell.poll(None)  # until both have told: who ends before the other has its result is a lost rank
 
 
 def test_ranks_that_compute_for_longer_than_a_heartbeat_go_on(aggregator):
