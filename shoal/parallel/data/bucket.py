@@ -147,13 +147,11 @@ class Bucket:
         Raises:
             LayoutError: The parameters are in files.
         """
+        if not self.trains:  # frozen parameters have no owned parts
+            return
         current = [owned.local for owned in self.owned]
-        if not any(
-            given.numel() and given.data_ptr() != own.data_ptr()
-            for given, own in zip(
-                current, self._master, strict=False
-            )  # frozen parameters have no owned parts
-        ):
+        pairs = zip(current, self._master, strict=True)
+        if not any(given.numel() and given.data_ptr() != own.data_ptr() for given, own in pairs):
             return
         if self._shard is not None and self._shard.parameters is not None:
             raise LayoutError(
@@ -200,9 +198,8 @@ class Bucket:
             LayoutError: They do not, or the rows are in a file.
         """
         versions = [each._version for each in self.parameters]
-        written = [
-            index for index, pair in enumerate(zip(self._versions, versions, strict=True)) if len({*pair}) > 1
-        ]
+        pairs = zip(self._versions, versions, strict=True)
+        written = [index for index, (before, now) in enumerate(pairs) if now != before]
         self._versions = versions
         if not written or self._shares_memory:
             return

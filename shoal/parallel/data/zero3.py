@@ -79,9 +79,7 @@ class _ShardedWeights(Strategy):
         self._read: set[int] = set()  # blocks that a forward pinned and whose backward has not run yet
         self._held_open = 0
         self._is_stale = False  # weights that are held open: their owners may have changed since a gather
-        self._is_written = (
-            False  # the owners' parts, since uses of weights before were counted as out of date
-        )
+        self._is_written = False  # owners' parts changed, and earlier uses of weights are not out of date yet
         self._accumulating = False
         self._on_hold = False
         self._is_walking_back = False
