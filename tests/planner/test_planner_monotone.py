@@ -46,6 +46,7 @@ def machines():
 @given(machines(), st.sampled_from(MODELS), st.sampled_from(RESOURCES), st.sampled_from((1.1, 2.0, 10.0)))
 @example(machine(191), MODELS[1], "memory's rate", 2.0)  # a found schedule is best with half of the
 @example(machine(243), MODELS[0], "memory's rate", 2.0)  # micro-batch that other schedules are best with
+@example(machine(156), MODELS[0], "FLOP/s", 1.1)  # a device becomes quicker than its host starts a block
 @settings(max_examples=8)
 def test_more_of_a_resource_makes_no_best_plan_slower(cluster, workload, resource, factor):
     more = with_more(cluster, resource, factor)

@@ -81,7 +81,9 @@ class HostCosts:
     def _waits_of(self, layout: Layout) -> float:
         stretches = self._stretches(self.settled(layout))
         if self._workload.synchronises:
-            return waits_of(stretches)
+            # Johnson's formula takes a block as one piece, so it adds the whole start of the first one. The
+            # device waits only for the first kernel of it.
+            return min(waits_of(stretches), _beyond(stretches))
         return max(0.0, sum(each.number * (each.host - each.device) for each in stretches))
 
     def _longest(self, layout: Layout) -> float:
@@ -100,8 +102,7 @@ class HostCosts:
         """Return the waits of a micro-batch over what the host's seconds exceed the device's by, summed."""
         found = self._shares.get(layout)
         if found is None:
-            stretches = self._stretches(layout)
-            beyond = sum(each.number * max(0.0, each.host - each.device) for each in stretches)
+            beyond = _beyond(self._stretches(layout))
             found = self._shares[layout] = self.waits(layout) / beyond if beyond else 0.0
         return found
 
@@ -153,6 +154,11 @@ def settled_compile(workload: Workload, cluster: Cluster, plan: SettledPlan) -> 
         plan: The Plan, with its micro-batch settled. If its `compile` is not auto, that is the result.
     """
     return host_costs(workload, cluster)[0].settled(Layout.of(plan)).compile
+
+
+def _beyond(stretches: Sequence[Stretch]) -> float:
+    """Return by how many seconds hosts take longer than devices, over the pieces where they do."""
+    return sum(each.number * max(0.0, each.host - each.device) for each in stretches)
 
 
 def _waiting(cost: BlockCost, share: float) -> BlockCost:
