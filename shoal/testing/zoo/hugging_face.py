@@ -11,7 +11,16 @@ from shoal.errors import MissingExtraError
 from shoal.models.task import Task
 from shoal.testing.zoo.vectors import BATCH, words
 
-__all__ = ["hf_distilbert", "hf_gpt2", "hf_llama", "hf_t5", "hf_vit"]
+__all__ = [
+    "hf_deepseek_v3",
+    "hf_distilbert",
+    "hf_gpt2",
+    "hf_llama",
+    "hf_mixtral",
+    "hf_opt",
+    "hf_t5",
+    "hf_vit",
+]
 
 VOCABULARY = 31
 _TEXT = {"vocab_size": VOCABULARY, "use_cache": False, "bos_token_id": 1, "eos_token_id": 2}
@@ -41,6 +50,61 @@ def hf_gpt2() -> Task:
         resid_pdrop=0.0,
         embd_pdrop=0.0,
         attn_pdrop=0.0,
+    )
+
+
+def hf_mixtral() -> Task:
+    """MixtralForCausalLM: experts in one weight, and the router's own loss in the model's."""
+    return _causal(
+        "mixtral",
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=8,
+        num_local_experts=4,
+        output_router_logits=True,
+        router_aux_loss_coef=0.1,
+    )
+
+
+def hf_deepseek_v3() -> Task:
+    """DeepseekV3ForCausalLM: latent attention, shared experts beside routed ones."""
+    return _causal(
+        "deepseek_v3",
+        hidden_size=16,
+        intermediate_size=24,
+        moe_intermediate_size=16,
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=2,
+        q_lora_rank=8,
+        kv_lora_rank=8,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=8,
+        max_position_embeddings=8,
+    )
+
+
+def hf_opt() -> Task:
+    """OPTForCausalLM: positions are a running count of the attention mask, from 2."""
+    return _causal(
+        "opt",
+        hidden_size=16,
+        ffn_dim=24,
+        word_embed_proj_dim=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=8,
+        dropout=0.0,
+        layerdrop=0.0,
     )
 
 
