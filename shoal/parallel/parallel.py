@@ -24,6 +24,7 @@ from shoal.parallel.model_face import ModelFace
 from shoal.parallel.offload.storage import Storage
 from shoal.parallel.optimizer.norm import GradientNorm, limit_gradients, measure_gradient
 from shoal.parallel.optimizer.optimizers import follow_optimizers
+from shoal.parallel.optimizer.step_count import StepCount
 from shoal.parallel.owned import fixed_parameters, require_trained
 from shoal.parallel.pipeline.runtime import Loss, MicroBatch, Pipeline
 from shoal.parallel.state import State
@@ -52,6 +53,7 @@ class Parallel(ModelFace):
         strategies: One for each stage of this rank.
         storage: Where state is kept outside of the device; None if all is on it.
         loads: How often each trained parameter's values were loaded, by its name; whoever loads counts.
+        steps: Counts the steps of this rank's optimizers.
     """
 
     def __init__(
@@ -82,7 +84,8 @@ class Parallel(ModelFace):
         self._fixed = fixed_parameters(module, self.frozen)
         dropouts = (layer.p for layer in module.modules() if isinstance(layer, Dropout))
         self._has_dropout = hasattr(module, "dropout_keys") and any(dropouts)
-        follow_optimizers(module, self.owned, self._fixed.items(), self.changed)
+        self.steps = StepCount(strategies, is_stage=pipeline is not None)
+        follow_optimizers(module, self.owned, self._fixed.items(), self.steps.note)
         mark_laid_out(module)
         own = {owned.parameter for owned in self.owned}
         if plan.sharding.cuts_weights or not own <= set(module.parameters()):
@@ -368,8 +371,12 @@ class Parallel(ModelFace):
             self.module.dropout_keys = token_keys(seed, 0, samples, positions)
 
     def gradient_norm(self) -> float:
-        """Return the Euclidean norm of the whole averaged gradient; equal on every rank."""
-        return self.measure_gradient().whole.item()
+        """Return the Euclidean norm of the whole averaged gradient; equal on every rank.
+
+        Raises:
+            TrainingError: Ranks that together hold the model's state made different numbers of steps.
+        """
+        return self.steps.compared_norm(self.owned, self.axes.parts, self.device).item()
 
     def measure_gradient(self) -> GradientNorm:
         """Return the norms of the whole averaged gradient and of its parts, as they lie on the device."""
@@ -377,7 +384,8 @@ class Parallel(ModelFace):
 
     def clip_gradients(self, limit: float) -> float:
         """Scale the whole gradient down to the norm `limit` if it is larger; return the norm before that."""
-        limit_gradients(self.owned, norm := self.measure_gradient().whole, limit)
+        norm = self.steps.compared_norm(self.owned, self.axes.parts, self.device)
+        limit_gradients(self.owned, norm, limit)
         return norm.item()
 
     def _expect_others(self) -> None:

@@ -32,6 +32,7 @@ from shoal.checkpoint import (
 from shoal.checkpoint import save as write_pieces
 from shoal.errors import CheckpointError
 from shoal.parallel import GuidedUpdates, LocalUpdates, Parallel, ServedUpdates, title_of
+from shoal.parallel.optimizer.step_count import require_equal_steps
 from shoal.train.arguments import require_laid_out
 from shoal.train.exchange_state import empty_like_saved, kept_by_exchanges, restore_exchanges
 from shoal.train.put_off import are_put_off, note_loaded
@@ -96,6 +97,7 @@ def save(
     Raises:
         CheckpointError: On all ranks: it could not be written, the optimizer has state that a checkpoint
             cannot hold, or `state` is not JSON.
+        TrainingError: Ranks made different numbers of optimizer steps.
     """
     require_laid_out(parallel, optimizer, step)
     folder, coordinator = Path(directory), all_ranks()
@@ -130,6 +132,9 @@ class OwnTraining:
         self, directory: Path, step: int, state: Mapping[str, Any]
     ) -> tuple[list[Piece], dict[str, Any]]:
         """See `shoal.train.saves.Source`."""
+        made = enumerate(self._coordinator.all_gather_object(self._parallel.steps.made))
+        members = self._parallel.axes.in_step.members
+        require_equal_steps({rank: number for rank, number in made if rank in members})
         described = {
             "plan": str(self._parallel.plan),
             "ranks": self._coordinator.size,

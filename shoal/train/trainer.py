@@ -300,7 +300,7 @@ class Trainer:
         self._listeners.validated(self.step_count, values)
         return values
 
-    def save(self, directory: Path | None = None, extra: Extra = None) -> Path:
+    def save(self, directory: Path | str | None = None, extra: Extra = None) -> Path:
         """Save a checkpoint of the state into a directory of checkpoints.
 
         Args:
@@ -315,7 +315,7 @@ class Trainer:
             return self.saves.now(*self.to_save(directory, extra))
 
     def save_in_background(
-        self, directory: Path | None = None, extra: Extra = None, *, keep: int = 0, told: Told = None
+        self, directory: Path | str | None = None, extra: Extra = None, *, keep: int = 0, told: Told = None
     ) -> Begun:
         """Begin to save a checkpoint like `save`, and return once the state is copied.
 
@@ -333,7 +333,7 @@ class Trainer:
         """Wait until the save in the background has ended, if there is one."""
         self.saves.finish()
 
-    def to_save(self, directory: Path | None, extra: Extra) -> tuple[Path, int, dict[str, Any]]:
+    def to_save(self, directory: Path | str | None, extra: Extra) -> tuple[Path, int, dict[str, Any]]:
         """Return the arguments of `Saves`, after the last step."""
         self.settle()
         state = {
@@ -344,7 +344,7 @@ class Trainer:
         }
         if self._guide is not None:
             state["exchange"] = self._guide.kept()
-        return self._listeners.checkpoints if directory is None else directory, self.step_count, state
+        return Path(directory or self._listeners.checkpoints), self.step_count, state
 
     def require_savable(self) -> None:
         """Check, after a step, that the optimizer's state can be saved later.
@@ -354,7 +354,7 @@ class Trainer:
         """
         self.saved.require_savable()
 
-    def load(self, checkpoint: Path) -> Mapping[str, Any]:
+    def load(self, checkpoint: Path | str) -> Mapping[str, Any]:
         """Load the state of a checkpoint, which any number of ranks under any Plan may have saved.
 
         Under the same Plan training goes on bitwise as it would have. Under another Plan, torch's, numpy's
@@ -370,7 +370,7 @@ class Trainer:
         """
         self.settle()
         self.finish_saving()
-        state = self.saved.load(checkpoint)
+        state = self.saved.load(Path(checkpoint))
         self.step_count, self.position = state["step"], state["position"]
         self._loader.take(state)
         self.skips.total, self.skips.in_a_row = state["skipped"]

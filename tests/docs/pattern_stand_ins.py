@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import io
+import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -884,6 +885,20 @@ def skipped_on_one_rank(plan: str) -> Any:
     if parallel.axes.dp.index == 0:
         _loss(parallel).backward()
     return parallel.full_state_dict()
+
+
+@pattern("leave `optimizer.step()` out on one rank only, and clip or save later")
+def optimizer_skipped_on_one_rank(plan: str) -> Any:
+    parallel = shoal.parallelize(net(), plan)
+    optimizer = momentum(parallel)
+    for step in range(3):
+        _loss(parallel).backward()
+        parallel.clip_gradients(1.0)
+        if step != 1 or parallel.axes.dp.index == 0:
+            optimizer.step()
+        optimizer.zero_grad()
+    with tempfile.TemporaryDirectory() as folder:
+        shoal.save(folder, parallel, optimizer, step=3)
 
 
 @pattern("`torch.save(model.module)`, and `torch.save(model)`")

@@ -7,6 +7,7 @@ from torch import nn
 
 from shoal.errors import ModelError, PlanError
 from shoal.models import logits_of
+from shoal.models.tiny_hugging_face import small_configuration
 from shoal.parallel import parallelize, require_layout
 from shoal.parallel.hugging_face.layout import has_tensor_plan, layout_of_hugging_face
 from shoal.plan import Plan
@@ -168,7 +169,20 @@ def refused(plan, changes):
 
 
 def test_a_split_of_the_sequence_is_refused_where_the_vocabulary_is_whole(ranks):
-    assert "add tensor=plain" in ranks.run(refused, 2, "tp=2", {"pad_token_id": 0})[0]
+    text = ranks.run(refused, 2, "tp=2", {"pad_token_id": 0})[0]
+    assert "add tensor=plain" in text
+    assert "model.embed_tokens has padding_idx=0" in text
+
+
+def test_a_layer_that_needs_the_whole_sequence_is_named():
+    transformers = pytest.importorskip("transformers")
+    config = small_configuration("deepseek_v3", {})
+    config.pad_token_id = None
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(
+        PlanError, match=r"here model\.layers\.0\.self_attn needs it whole\n.*add tensor=plain"
+    ):
+        require_layout(model, Plan.parse("tp=2"), 16)
 
 
 def test_heads_that_do_not_divide_are_refused(ranks):

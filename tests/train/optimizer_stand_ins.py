@@ -174,7 +174,7 @@ def interrupted(
     trainer = trainer_of(plan, maker, settings)
     for _ in range(STEPS // 2):
         trainer.step()
-    path = trainer.save(folder, {})
+    path = trainer.save(str(folder), {})
     whole = [trainer.step().loss for _ in range(STEPS // 2)]
     trainer.close()
     return path, whole
@@ -183,7 +183,7 @@ def interrupted(
 def resumed(plan: str, maker: str | None, settings: dict[str, Any], path: Path) -> tuple[list[float], Any]:
     """The losses after a resume, and the types of what the optimizer keeps for each parameter."""
     trainer = trainer_of(plan, maker, settings)
-    trainer.load(path)
+    trainer.load(str(path))
     losses = [trainer.step().loss for _ in range(STEPS // 2)]
     trainer.close()
     kinds = {

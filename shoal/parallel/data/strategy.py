@@ -189,12 +189,15 @@ class Strategy(ABC):
     Attributes:
         compressing: How its ranks compress gradients; None if they do not. Each strategy counts its own
             steps.
+        backwards: Number of steps whose last backward has ended.
     """
 
     compressing: Compressing | None = None
+    backwards: int = 0
 
     def note_step(self) -> None:
         """Count a step, after its last backward."""
+        self.backwards += 1
         if self.compressing is not None:
             self.compressing.step += 1
 

@@ -37,7 +37,7 @@ class WeightUpdate:
     def __init__(
         self, entry: nn.Module, model: nn.Module, blocks: Sequence[nn.Module], buckets: Sequence[Bucket]
     ) -> None:
-        self._buckets = [bucket for bucket in buckets if not bucket.is_current]
+        self._buckets = [bucket for bucket in buckets if not bucket.whole]
         self._is_fresh = False  # gathered, and not written since
         self._is_written = False  # the owners' parts, since the last gather
         self._is_used = False  # a forward has used it since its gather, without a backward
@@ -65,7 +65,8 @@ class WeightUpdate:
     @property
     def is_fresh(self) -> bool:
         """Whether all weights equal their owners' as of the last likely change of these."""
-        return not self._buckets or (self._is_fresh and not self._under_way)
+        are_current = all(bucket.is_current for bucket in self._buckets)
+        return are_current or (self._is_fresh and not self._under_way)
 
     def mark(self) -> None:
         """Note that the owners' parts have changed, or are about to."""

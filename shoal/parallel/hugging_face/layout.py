@@ -29,6 +29,7 @@ __all__ = [
     "fit_heads",
     "has_tensor_plan",
     "layout_of_hugging_face",
+    "needs_whole_sequence",
     "not_attention",
     "splits_attention",
 ]
@@ -95,6 +96,22 @@ def layout_of_hugging_face(model: nn.Module) -> TensorLayout:
     is_split &= not not_attention(model) and not along_the_sequence(model)
     is_split &= not _whole_attention(model, splits)
     return TensorLayout(splits, embedding, head, sequence=is_split, partial=tuple(partial))
+
+
+def needs_whole_sequence(model: Any, layout: TensorLayout) -> str:
+    """Return which part of a model needs whole sequences under its layout, in words; empty if none does."""
+    modules = {id(module): name for name, module in model.named_modules()}
+    if layout.embedding is None:
+        embedding = model.get_input_embeddings()
+        name, padding = modules[id(embedding)], getattr(embedding, "padding_idx", None)
+        if padding is not None:
+            return f"{name} has padding_idx={padding} (pad_token_id of the configuration)"
+        return f"{name} does more than to look up, or its weight is that of a head that is not split"
+    if layout.head is None:
+        head = model.get_output_embeddings()
+        return f"logits are more than a product of {modules[id(head)]}" if head else "the model has no head"
+    whole = [*along_the_sequence(model), *not_attention(model), *_whole_attention(model, layout.splits)]
+    return f"{whole[0]} needs it whole" if whole else ""
 
 
 def fit_heads(module: nn.Module, split: Split, size: int) -> None:

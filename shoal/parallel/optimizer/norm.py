@@ -21,20 +21,25 @@ class GradientNorm(NamedTuple):
         whole: Euclidean norm of the whole gradient, a scalar in fp64; equal on every rank.
         names: Names of the parameters of which this rank has a part with a gradient.
         parts: Euclidean norm of the gradient of each of these parts, `[names]`, fp64.
+        sums: Sums over the ranks of the numbers that `measure_gradient` got beside the gradient, fp64.
     """
 
     whole: torch.Tensor
     names: Sequence[str]
     parts: torch.Tensor
+    sums: torch.Tensor
 
 
-def measure_gradient(owned: Sequence[Owned], parts: Axis, device: torch.device) -> GradientNorm:
+def measure_gradient(
+    owned: Sequence[Owned], parts: Axis, device: torch.device, beside: Sequence[float] = ()
+) -> GradientNorm:
     """Return the norms of the gradient; all ranks call it together, and no host waits for its device.
 
     Args:
         owned: This rank's parts of the parameters.
         parts: The ranks that together hold one whole state.
         device: Device on which to sum.
+        beside: Further numbers to sum over these ranks, in the same message.
     """
     graded = [(each, gradient) for each in owned if (gradient := each.gradient) is not None]
     norms = torch.zeros(0, dtype=torch.float64, device=device)
@@ -45,8 +50,9 @@ def measure_gradient(owned: Sequence[Owned], parts: Axis, device: torch.device) 
     if max(copies, default=1) > 1:
         squares = squares / on_device(copies, device)
     total = squares.sum()
-    parts.all_reduce(total, "gradient norm").wait()
-    return GradientNorm(total.sqrt(), [each.name for each, _ in graded], norms)
+    sums = torch.stack([total, *(total.new_full((), number) for number in beside)])
+    parts.all_reduce(sums, "gradient norm").wait()
+    return GradientNorm(sums[0].sqrt(), [each.name for each, _ in graded], norms, sums[1:])
 
 
 def _norms(graded: Sequence[tuple[Owned, torch.Tensor]]) -> list[torch.Tensor]:

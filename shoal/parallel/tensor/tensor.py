@@ -22,7 +22,12 @@ from shoal.errors import ModelError, PlanError
 from shoal.models import Transformer
 from shoal.parallel.access import between_graphs
 from shoal.parallel.communication import Axis
-from shoal.parallel.hugging_face.layout import fit_heads, has_tensor_plan, layout_of_hugging_face
+from shoal.parallel.hugging_face.layout import (
+    fit_heads,
+    has_tensor_plan,
+    layout_of_hugging_face,
+    needs_whole_sequence,
+)
 from shoal.parallel.layout import Cut
 from shoal.parallel.pipeline.deferred import Deferral
 from shoal.parallel.tensor.adapters import split_layers
@@ -94,9 +99,11 @@ def cut_tensors(model: nn.Module, layout: TensorLayout, plan: Plan, index: int) 
     result = TensorCuts({}, {})
     if plan.tensor != "plain" and (layout.embedding is None or not layout.sequence):
         why = "names none" if layout.embedding is None else f"says that {type(model).__name__} cannot"
+        part = needs_whole_sequence(model, layout) if has_tensor_plan(model) else ""
+        part = f"; here {part}" if part else ""
         raise PlanError(
             f"tensor={plan.tensor} splits the sequence at the embedding, and the layout {why}",
-            possible="tensor=plain, or a model and a layout that let the sequence be split",
+            possible=f"tensor=plain, or a model and a layout that let the sequence be split{part}",
             change="add tensor=plain",
         )
     for name, module, split in split_layers(model, layout):
