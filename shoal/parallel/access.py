@@ -15,6 +15,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from shoal.errors import LayoutError
 
@@ -153,15 +157,50 @@ def answer_as_model(module: nn.Module, gradients: Mapping[nn.Parameter, Callable
 
 
 def mark_laid_out(module: nn.Module) -> None:
-    """Mark a model and its parts as laid over ranks, so that they are not laid over ranks again."""
+    """Mark a model and its parts as laid over ranks: they are not laid out again, and get no parameters."""
     for each in module.modules():
         if next(each.parameters(), None) is not None:
             setattr(each, _LAID_OUT, id(each))  # a copy of the module is not laid out
+    for parameter in module.parameters():
+        setattr(parameter, _LAID_OUT, id(parameter))
 
 
 def is_laid_out(module: nn.Module) -> bool:
     """Return whether a module was marked by `mark_laid_out`."""
     return module.__dict__.get(_LAID_OUT) == id(module)
+
+
+def _refuse_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    """Refuse a parameter that a module gets after it was laid over ranks: no rank would own it."""
+    before = dict.get(module._parameters, name)
+    if parameter is None or parameter is before or not is_laid_out(module):
+        return
+    if before is not None or _is_new(parameter):
+        raise _unowned(module, name)
+
+
+def _refuse_module(module: nn.Module, name: str, child: nn.Module | None) -> None:
+    """Refuse a child with such parameters."""
+    if child is None or not is_laid_out(module):
+        return
+    if any(map(_is_new, child.parameters())):
+        raise _unowned(module, name)
+    if isinstance(child, (nn.ModuleDict, nn.ModuleList, nn.Sequential)):  # it may get children
+        setattr(child, _LAID_OUT, id(child))
+
+
+def _is_new(parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad and getattr(parameter, _LAID_OUT, None) != id(parameter)
+
+
+def _unowned(module: nn.Module, name: str) -> LayoutError:
+    return LayoutError(
+        f"{name} of a {type(module).__name__} is new, and its model is laid over ranks, which would neither "
+        "average its gradients nor save it",
+        possible="changes before shoal.parallelize; later, values that are written within gathered(), or "
+        "load_state_dict() of the object from shoal.parallelize",
+        change="change the model first, then lay it over ranks",
+    )
 
 
 def refuse_copies(module: nn.Module, stale: Callable[[], str | None]) -> None:
@@ -203,3 +242,7 @@ def refuse_copies(module: nn.Module, stale: Callable[[], str | None]) -> None:
             setattr(each, method, refuse)
         each.register_state_dict_pre_hook(before_state)
         each.register_load_state_dict_pre_hook(before_load)
+
+
+register_module_parameter_registration_hook(_refuse_parameter)
+register_module_module_registration_hook(_refuse_module)

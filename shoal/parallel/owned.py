@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 PART = "_shoal_part"
-"""Attribute of owned parameters: which part of the parameter it is, and the parameter's name."""
+"""Attribute of owned parameters and gradients: which part it is, and the parameter's name."""
 
 NO_NORM = "_shoal_no_norm"
 """Attribute of parameters and gradients whose norm here is no whole one: what the rank has of them."""
@@ -79,10 +79,10 @@ class Owned:
 
     def give(self, gradient: torch.Tensor | None) -> None:
         """Make a tensor `[rows, ...]` the part's gradient; None removes the present one."""
-        self.parameter.grad = None if gradient is None else like(self.parameter, gradient)
-        part = getattr(self.parameter, NO_NORM, None)
-        if part is not None and self.parameter.grad is not None:
-            setattr(self.parameter.grad, NO_NORM, part)
+        self.parameter.grad = given = None if gradient is None else like(self.parameter, gradient)
+        for mark in (PART, NO_NORM) if given is not None else ():
+            if (value := getattr(self.parameter, mark, None)) is not None:
+                setattr(given, mark, value)
 
 
 @dataclass(frozen=True, slots=True)

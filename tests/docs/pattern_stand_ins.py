@@ -617,6 +617,50 @@ def written_in_turns(plan: str) -> Any:
     return _weights(parallel)
 
 
+@pattern(
+    "write weights of `model` through `.data` within `gathered()`: `weight.data = value`, "
+    "`weight.data.mul_()`, `vector_to_parameters`; write `parameters()` there"
+)
+def written_through_data(plan: str) -> Any:
+    parallel = shoal.parallelize(Decoder(lambda: Attention("width")), plan)
+    optimizer, found = momentum(parallel), []
+    weights = list(parallel.module.parameters())
+
+    def step() -> None:
+        found.append(_after_step(parallel, plan, next_token_loss))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with parallel.gathered():
+        before = [each.data for each in weights]
+        for each in weights[::2]:
+            each.data = each.data * 2
+        for each in weights[1::2]:
+            each.data.mul_(0.5)
+    step()
+    with parallel.gathered():
+        for each, value in zip(weights[::2], before[::2], strict=True):
+            each.data = value
+        vector = nn.utils.parameters_to_vector(weights)
+        nn.utils.vector_to_parameters(vector * 1.5, weights)
+    step()
+    with parallel.gathered(), torch.no_grad():
+        for parameter in parallel.parameters():
+            parameter.mul_(0.5)
+    step()
+    return found
+
+
+@pattern("assign to `.data` of weights of `model` outside of `gathered()`")
+def assigned_outside(plan: str) -> Any:
+    parallel = shoal.parallelize(net(), plan)
+    _step(momentum(parallel), _loss(parallel))
+    for each in parallel.module.parameters():
+        each.data = each.data * 2
+    return _loss(parallel)
+
+
 @pattern("write weights of `model` in place outside of `gathered()`")
 def written_outside(plan: str) -> Any:
     return written(plan, is_gathered=False)
@@ -760,6 +804,24 @@ def swapped(plan: str) -> Any:
     return [averaged, *found, *_weights(parallel)]
 
 
+@pattern("swap in half of the weights of a model that is split by `parameter.data = value`, and back")
+def swapped_parts(plan: str) -> Any:
+    parallel = shoal.parallelize(Decoder(lambda: Attention("width")), plan)
+    optimizer, found = momentum(parallel), []
+    for factor in (0.5, None):
+        found.append(_after_step(parallel, plan, next_token_loss))
+        optimizer.step()
+        optimizer.zero_grad()
+        trained = {each: each.data for each in parallel.parameters()}
+        for each in trained if factor is not None else ():
+            each.data = each.data * factor
+        found.append(_after_step(parallel, plan, next_token_loss))
+        optimizer.zero_grad()
+        for each, value in trained.items():
+            each.data = value
+    return found
+
+
 @pattern("`torch.optim.swa_utils.AveragedModel(model)`")
 def averaged_model(plan: str) -> Any:
     return torch.optim.swa_utils.AveragedModel(shoal.parallelize(net(), plan))
@@ -779,6 +841,57 @@ def clipped(plan: str) -> Any:
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
     return _weights(parallel)
+
+
+@pattern("assign to `.data` of gradients: `parameter.grad.data = value`")
+def assigned_gradients(plan: str) -> Any:
+    parallel = shoal.parallelize(net(), plan)
+    optimizer = momentum(parallel)
+    for keeps in (False, True, False):
+        _loss(parallel).backward()
+        for each in parallel.parameters():
+            each.grad.data = each.grad.data * 0.5
+        optimizer.step()
+        if not keeps:
+            optimizer.zero_grad()
+    return _weights(parallel)
+
+
+@pattern("a layer or a parameter that `model` gets after `parallelize`: adapters, `weight_norm`, a new head")
+def grown(plan: str) -> Any:
+    model = net()
+    shoal.parallelize(model, plan)
+    for grow in (
+        lambda: setattr(model[0], "weight", nn.Parameter(torch.ones(16, 8))),
+        lambda: setattr(model[4], "scale", nn.Parameter(torch.ones(8))),
+        lambda: nn.utils.parametrizations.weight_norm(model[2]),
+    ):
+        with suppress(shoal.errors.LayoutError):
+            grow()
+            return "it was taken"
+    return model.append(nn.Linear(8, 8))
+
+
+@pattern("merge adapters of peft into the weights within `gathered()`, also with `safe_merge=True`, and save")
+def merged_adapters(plan: str) -> Any:
+    import peft
+
+    settings = peft.LoraConfig(r=2, target_modules=["0", "4"], init_lora_weights=False)
+    parallel = shoal.parallelize(peft.get_peft_model(net(), settings), plan)
+    _step(momentum(parallel), _loss(parallel))
+    found = []
+    for is_safe in (False, True):
+        with parallel.gathered():
+            parallel.module.merge_adapter(safe_merge=is_safe)
+        saved = parallel.full_state_dict()  # on rank 0
+        with parallel.gathered(), torch.no_grad():
+            for name, value in parallel.module.state_dict().items():
+                whole = saved.get(name, torch.zeros_like(value))
+                parallel.axes.world.all_reduce(whole, "saved").wait()
+                found += [value.clone(), whole]
+            found.append(parallel(SAMPLES))
+            parallel.module.unmerge_adapter()
+    return found
 
 
 @pattern("`model.module.zero_grad()`")

@@ -42,8 +42,9 @@ def test_each_row_of_the_page_has_a_program_and_each_program_a_row() -> None:
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.pattern)
 def test_what_becomes_of_a_pattern_is_what_the_page_says(ranks, row: Row) -> None:
-    if "transformers" in row.pattern or "transformers" in PROGRAMS[row.pattern].__code__.co_names:
-        pytest.importorskip("transformers")
+    for package in ("transformers", "peft"):
+        if package in row.pattern or package in PROGRAMS[row.pattern].__code__.co_names:
+            pytest.importorskip(package)
     expected = run(row.pattern, "dp=1")
     for plan in row.plans:
         ended = ranks.run(run, Plan.parse(plan).ranks, row.pattern, plan)

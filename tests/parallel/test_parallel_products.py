@@ -4,12 +4,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from parallel_stand_ins import ListRecorder
+from parallel_stand_ins import ListRecorder, one_step, tokens, transformer
 
 from shoal.errors import PlanError
-from shoal.parallel import Axis
+from shoal.models import next_token_loss
+from shoal.parallel import Axis, parallelize
 from shoal.parallel.compiled import compile_blocks
 from shoal.parallel.tensor.products import column_products, row_product
+from shoal.plan import Plan
 from shoal.record import NullRecorder
 
 SEQ, WIDTH, OUTS = 8, 24, (16, 8, 32)  # multiples of 4 ranks
@@ -244,3 +246,23 @@ def uneven_sequence():
 
 def test_a_sequence_that_cannot_be_cut_is_refused(ranks):
     ranks.run(uneven_sequence, 2)
+
+
+def autocast_step(plan):
+    parallel = parallelize(transformer(), plan)
+    with torch.autocast("cpu", torch.bfloat16):
+        if parallel.plan.pp > 1:
+            batch = tokens()
+            pairs = [(batch[:, :-1], batch[:, 1:])]
+            loss = parallel.forward_backward(iter(pairs), 1, next_token_loss)
+            parallel.axes.pp.all_reduce(loss, "loss").wait()
+        else:
+            loss = one_step(parallel, tokens())
+    return [loss.item(), parallel.gradient_norm()]
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=2,tensor=plain", "tp=2,pp=2,schedule=zb-h1"])
+def test_under_autocast_a_split_model_computes_in_its_type_as_one_device_does(ranks, plan):
+    wanted = autocast_step("dp=1")
+    for found in ranks.run(autocast_step, Plan.parse(plan).ranks, plan):
+        assert found == pytest.approx(wanted, rel=2**-8)  # bf16 rounds to 8 bits

@@ -75,6 +75,7 @@ class Bucket:
 
         elements, device = self.layout.elements, self.parameters[0].device
         kept = torch.float32 if self.trains else dtype  # the type of the master weights
+        self._is_resident = resident
         self._shares_memory = resident and dtype == kept
         if resident:
             first = self.weights = new_buffer(elements, dtype=kept, device=device).zero_()
@@ -108,6 +109,7 @@ class Bucket:
         self._absent = torch.full((), torch.nan, dtype=dtype, device=device)
         self.dropped = False
         self._versions = [each._version for each in self.parameters]
+        self._noted: list[torch.Tensor] | None = None  # this rank's rows of the weights, within `gathered`
         if not resident:
             self.drop_weights()
 
@@ -123,7 +125,7 @@ class Bucket:
     def start_gather(self) -> None:
         """Begin to update the weights from every shard's master."""
         self.finish_gather()
-        self._follow_assignments()
+        self.follow_assignments()
         self.take_writes(are_current=False)
         if self.dropped:
             storage = self.weights.untyped_storage()
@@ -139,7 +141,7 @@ class Bucket:
             torch._foreach_copy_(self._weight_parts, self._master)
         self._gathering = self._striped.all_gather(self.weights, self.name)
 
-    def _follow_assignments(self) -> None:
+    def follow_assignments(self) -> None:
         """Compute with the tensors that were assigned to `.data` of owned parameters.
 
         The tensors that were there before keep their values: somebody may hold them, to assign them again.
@@ -147,7 +149,7 @@ class Bucket:
         Raises:
             LayoutError: The parameters are in files.
         """
-        if not self.trains:  # frozen parameters have no owned parts
+        if not self.trains or self.whole:  # there are no owned parts, or they are the model's parameters
             return
         current = [owned.local for owned in self.owned]
         pairs = zip(current, self._master, strict=True)
@@ -162,15 +164,8 @@ class Bucket:
         if not self._shares_memory:
             self._master = current
             return
-        self.weights = new_buffer(
-            self.weights.numel(), dtype=self.weights.dtype, device=self.weights.device
-        ).copy_(self.weights)
-        self._views = self.layout.views(self.weights)
-        self._master = self._weight_parts = self.parts(self.weights)
+        self._move_weights(self._assigned())
         torch._foreach_copy_(self._master, current)
-        self._show_weights()
-        for owned, local in zip(self.owned, self._master, strict=True):
-            owned.parameter.data = like(owned.parameter, from_dlpack(local))
 
     def finish_gather(self) -> None:
         """Wait for a gather that was begun, if there is one."""
@@ -181,6 +176,12 @@ class Bucket:
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
+            self.note_values(is_on=self._noted is not None)
+
+    def note_values(self, *, is_on: bool) -> None:
+        """Let `take_writes` find writes through `.data` too, which torch does not count, or no longer."""
+        notes = is_on and not self._shares_memory
+        self._noted = [part.clone() for part in self._weight_parts] if notes else None
 
     def count_write(self) -> None:
         """Make backwards fail that go through earlier uses of the weights, as after a write in place."""
@@ -189,18 +190,26 @@ class Bucket:
         self._versions = [each._version for each in self.parameters]
 
     def take_writes(self, *, are_current: bool) -> None:
-        """Take what was written to the model's parameters in place since the last call for the owner's rows.
+        """Take what was written to the model's parameters since the last call for the owner's rows.
+
+        They were written in place, or a tensor was assigned to their `.data`.
 
         Args:
             are_current: Whether the weights equal the owners' rows, but for what was written.
 
         Raises:
-            LayoutError: They do not, or the rows are in a file.
+            LayoutError: They do not, or the rows are in a file; or a tensor of another shape was assigned.
         """
         versions = [each._version for each in self.parameters]
         pairs = zip(self._versions, versions, strict=True)
-        written = [index for index, (before, now) in enumerate(pairs) if now != before]
+        assigned = self._assigned()
+        written = {index for index, (before, now) in enumerate(pairs) if now != before} | assigned.keys()
         self._versions = versions
+        if assigned and not self.dropped:
+            self._move_weights(assigned)
+        if self._noted is not None and not self.dropped:
+            pairs_of_values = enumerate(zip(self._noted, self._weight_parts, strict=True))
+            written |= {index for index, pair in pairs_of_values if not torch.equal(*pair)}
         if not written or self._shares_memory:
             return
         if (
@@ -209,14 +218,54 @@ class Bucket:
             or (self._shard is not None and self._shard.parameters is not None)
         ):
             raise LayoutError(
-                f"the model's weight {self.layout.slots[written[0]].name} was written outside of gathered(), "
-                "or beside a step within it, where it is only a copy of what ranks own",
+                f"the model's weight {self.layout.slots[min(written)].name} was written outside of "
+                "gathered(), or beside a step within it, where it is only a copy of what ranks own",
                 possible="writes within `with parallel.gathered():`, the same on all ranks, unless weights "
                 "are in files; writes to parameters() of what shoal.parallelize returned",
                 change="write within gathered(); after a step within it, call the model first",
             )
         for index in written:
             self._master[index].copy_(self._weight_parts[index])
+        self.note_values(is_on=self._noted is not None)
+
+    def _move_weights(self, assigned: Mapping[int, torch.Tensor]) -> None:
+        """Move the weights to new memory, and there take other values for some parameters, by index.
+
+        The memory before keeps its values: somebody may hold it, to assign it again.
+        """
+        before = self.weights
+        if self._is_resident:
+            self.weights = new_buffer(before.numel(), dtype=before.dtype, device=before.device).copy_(before)
+        else:
+            self.weights = before.clone()
+        self._views = self.layout.views(self.weights)
+        self._weight_parts = self.parts(self.weights)
+        for index, value in assigned.items():
+            self._views[index].copy_(value)
+        self._show_weights()
+        if self._shares_memory:
+            self._master = self._weight_parts
+            for owned, local in zip(self.owned, self._master, strict=True):
+                owned.parameter.data = like(owned.parameter, from_dlpack(local))
+
+    def _assigned(self) -> dict[int, torch.Tensor]:
+        """Return the tensors that were assigned to `.data` of the model's parameters, by index."""
+        if self.whole:  # the optimizer changes the parameter itself, wherever it lies
+            return {}
+        places = [self._absent.data_ptr()] * len(self._views) if self.dropped else self._places
+        assigned = {}
+        for index, (parameter, place) in enumerate(zip(self.parameters, places, strict=True)):
+            if parameter.data_ptr() == place or parameter.numel() == 0:
+                continue
+            slot = self.layout.slots[index]
+            if parameter.shape != slot.shape:
+                raise LayoutError(
+                    f"a tensor of shape {list(parameter.shape)} was assigned to .data of {slot.name}",
+                    possible=f"the shape of the model's parameter, {list(slot.shape)}",
+                    change="give a tensor of this shape",
+                )
+            assigned[index] = parameter.detach()
+        return assigned
 
     def drop_weights(self) -> None:
         """Free the weights; until the next gather the model's parameters read as NaN.
@@ -277,6 +326,7 @@ class Bucket:
         self._shard.write_gradients(staged)
 
     def _show_weights(self) -> None:
+        self._places = [view.data_ptr() for view in self._views]
         for parameter, view in zip(self.parameters, self._views, strict=True):
             parameter.data = view
 

@@ -162,14 +162,14 @@ class GradientSum:
         for each in arrived:
             parameter, view = self.bucket.parameters[each.parameter], self._views[each.parameter]
             is_only = len(arrived) == 1 and not each.is_added and each.gradient.dtype == view.dtype
-            if each.gradient is view:  # autograd has added to the sum in place
+            if _lies_at(each.gradient, view):  # autograd has added to the sum in place
                 scaled.append(view)
             elif is_only and each.factor != 1.0:
                 torch.mul(each.gradient, each.factor, out=view)  # reads and writes once
             else:
                 (added if each.is_added else copied).append(each)
                 scaled.append(view)
-            parameter.grad = view if view.dtype == parameter.dtype else None
+            parameter.grad = view.detach() if view.dtype == parameter.dtype else None
         if copied:
             torch._foreach_copy_(self._views_of(copied), [each.gradient for each in copied])
         if added:
@@ -194,7 +194,7 @@ class GradientSum:
             if not self._held[index] and self._may_change(index):
                 self.set_aside(index)
             # A whole bucket's view may hold the average of an earlier backward, to which this one is added.
-            if not self._held[index] and self.bucket.parameters[index].grad is not view:
+            if not self._held[index] and not _lies_at(self.bucket.parameters[index].grad, view):
                 self._missing.append(index)
             elif not self._scaled[index]:
                 unscaled.append(view)
@@ -348,7 +348,7 @@ class GradientSum:
             presence = self._replicated[layout.packed_elements :]
             self._replicated = None
         else:
-            parts = self._views if self.bucket.whole else layout.parts(self._buffer, index)
+            parts = layout.views(self._buffer) if self.bucket.whole else layout.parts(self._buffer, index)
             presence = self._presence()[index]
         # The first and the last stage add up their shared gradients: a gradient on one counts on both.
         absent: set[int] = set()
@@ -374,6 +374,11 @@ class GradientSum:
 def batch_bytes(device: torch.device) -> int:
     """Return the bytes of gradients to move together; a CPU moves each while it is in the cache."""
     return 0 if device.type == "cpu" else _BATCH_BYTES
+
+
+def _lies_at(gradient: torch.Tensor | None, view: torch.Tensor) -> bool:
+    """Return whether a gradient lies where a view does; it does not after `gradient.data = value`."""
+    return gradient is not None and gradient.data_ptr() == view.data_ptr()
 
 
 def _add(sums: list[torch.Tensor], gradients: list[torch.Tensor]) -> None:

@@ -154,7 +154,7 @@ class Setup:
         family = self._family(name, parameter)
         is_first = family.shard.index == 0 and family.is_first
         shape = tuple(parameter.shape) if cut is None else cut.shape
-        return Frozen(name, shape, 0, parameter.detach(), cut, is_first, family)
+        return Frozen(name, shape, 0, parameter, cut, is_first, family)
 
     def _family(self, name: str, parameter: nn.Parameter) -> Family:
         axes = self.axes

@@ -37,7 +37,8 @@ class WeightUpdate:
     def __init__(
         self, entry: nn.Module, model: nn.Module, blocks: Sequence[nn.Module], buckets: Sequence[Bucket]
     ) -> None:
-        self._buckets = [bucket for bucket in buckets if not bucket.whole]
+        self._buckets = [bucket for bucket in buckets if not bucket.is_current]
+        self._current = [bucket for bucket in buckets if bucket.is_current and not bucket.whole]
         self._is_fresh = False  # gathered, and not written since
         self._is_written = False  # the owners' parts, since the last gather
         self._is_used = False  # a forward has used it since its gather, without a backward
@@ -46,6 +47,8 @@ class WeightUpdate:
         self._gathered = 0  # open calls of `gathered`
         self._forwards = 0  # open forwards of the model, nested
         self._seen: set[int] = set()
+        if self._current:
+            entry.register_forward_pre_hook(between_graphs(self._follow_assignments))
         if not self._buckets:
             return
         bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
@@ -65,8 +68,7 @@ class WeightUpdate:
     @property
     def is_fresh(self) -> bool:
         """Whether all weights equal their owners' as of the last likely change of these."""
-        are_current = all(bucket.is_current for bucket in self._buckets)
-        return are_current or (self._is_fresh and not self._under_way)
+        return not self._buckets or (self._is_fresh and not self._under_way)
 
     def mark(self) -> None:
         """Note that the owners' parts have changed, or are about to."""
@@ -104,16 +106,33 @@ class WeightUpdate:
         """Update all weights, and take what is written to them while this context lasts."""
         if self._gathered:
             self._take_writes()
+        self._follow_assignments()
         self.refresh()
+        self._note_values(is_on=True)
         self._gathered += 1
         try:
             with self.unchanged():
                 yield
         finally:
             self._gathered -= 1
-            self._take_writes()
+            try:
+                self._take_writes()
+            finally:
+                self._note_values(is_on=self._gathered > 0)
+                self._is_used = True  # owners may have been written too
+
+    def _note_values(self, *, is_on: bool) -> None:
+        for bucket in self._buckets:
+            bucket.note_values(is_on=is_on)
+
+    def _follow_assignments(self, *_: Any) -> None:
+        for bucket in self._current:
+            bucket.follow_assignments()
+            bucket.take_writes(are_current=True)
 
     def _take_writes(self) -> None:
+        for bucket in self._current:
+            bucket.take_writes(are_current=True)
         for bucket in self._buckets:
             bucket.take_writes(are_current=self._is_fresh)
 

@@ -180,12 +180,14 @@ class _ShardedWeights(Strategy):
         try:
             self._refresh()
             self._gather(self._buckets)
+            self._note_values(is_on=True)
             yield
         finally:
             self._held_open -= 1
             try:
                 self._take_writes()
             finally:
+                self._note_values(is_on=self._held_open > 0)
                 self._is_stale &= self._held_open > 0
                 self._drop_all()
 
@@ -287,6 +289,10 @@ class _ShardedWeights(Strategy):
     def _take_writes(self) -> None:
         for bucket in self._buckets:
             bucket.take_writes(are_current=not self._is_stale)
+
+    def _note_values(self, *, is_on: bool) -> None:
+        for bucket in self._buckets:
+            bucket.note_values(is_on=is_on)
 
     def _refresh(self) -> None:
         """Gather the weights that are held open anew, if their owners may have changed."""

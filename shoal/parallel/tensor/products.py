@@ -82,9 +82,9 @@ def column_products(
         return tuple(result[0] for result in rows)
     split = _Split(axis, sequence, overlap, name)
     operands = [*weights, *offsets]
-    if deferral is not None and deferral.is_on and hidden.requires_grad:
+    if deferral is not None and _is_put_off(deferral, hidden):
         split, operands = _put_off(split, deferral, operands)
-    results: tuple[Tensor, ...] = _ColumnProducts.apply(split, hidden, *operands)
+    results: tuple[Tensor, ...] = _applied(_ColumnProducts, split, hidden, operands)
     return results
 
 
@@ -124,9 +124,9 @@ def row_product(
         named: dict[str, Any] = {"sequence": sequence, "overlap": overlap, "deferral": deferral, "name": name}
         return row_product(hidden[None], weight, axis, bias=bias, **named)[0]
     split, operands = _Split(axis, sequence, overlap, name), [weight, bias]
-    if deferral is not None and deferral.is_on and hidden.requires_grad:
+    if deferral is not None and _is_put_off(deferral, hidden):
         split, operands = _put_off(split, deferral, operands)
-    result: Tensor = _RowProduct.apply(split, hidden, *operands)
+    result: Tensor = _applied(_RowProduct, split, hidden, operands)
     return result
 
 
@@ -151,6 +151,22 @@ def _put_off(
         return split, list(operands)
     hidden = [None if each is None else each.detach() for each in operands]
     return replace(split, deferral=deferral, trained=present), hidden
+
+
+def _is_put_off(deferral: Deferral, hidden: Tensor) -> bool:
+    """Return whether a deferral computes gradients later; not those of weights that autocast narrows."""
+    return deferral.is_on and hidden.requires_grad and not torch.is_autocast_enabled(hidden.device.type)
+
+
+def _applied(product: Any, split: _Split, hidden: Tensor, operands: Sequence[Tensor | None]) -> Any:
+    """Return a product in the type that autocast gives `F.linear`, in backward too."""
+    device = hidden.device.type
+    if not torch.is_autocast_enabled(device):
+        return product.apply(split, hidden, *operands)
+    dtype = torch.get_autocast_dtype(device)
+    narrow = [None if each is None else each.to(dtype) for each in operands]
+    with torch.autocast(device, enabled=False):
+        return product.apply(split, hidden.to(dtype), *narrow)
 
 
 class _ColumnProducts(torch.autograd.Function):
