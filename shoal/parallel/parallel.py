@@ -51,7 +51,8 @@ class Parallel(ModelFace):
         device: This rank's device.
         strategies: One for each stage of this rank.
         storage: Where state is kept outside of the device; None if all is on it.
-        loads: How often each trained parameter's values were loaded, by its name; whoever loads counts.
+        loads: How often values of each trained parameter were loaded on this rank, by its name; whoever
+            loads counts. Under `exchange=local`, `auto` and `server` writes within `gathered()` count too.
     """
 
     def __init__(
@@ -299,7 +300,15 @@ class Parallel(ModelFace):
 
         All ranks enter it together.
         """
-        return in_all(strategy.gathered() for strategy in self.strategies)
+        gathered = in_all(strategy.gathered() for strategy in self.strategies)
+        exchange = self.plan.exchanged
+        follows_loads = exchange.merges or exchange.is_chosen or exchange.is_served
+        return self._state.writable(gathered) if follows_loads else gathered
+
+    @property
+    def chances_to_load(self) -> int:
+        """How often `loads` may have grown, equal on all ranks."""
+        return self._state.chances
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the whole model, named as in `module.state_dict()`, under any Plan; all ranks call it.

@@ -578,14 +578,17 @@ def written(plan: str, *, is_gathered: bool) -> Any:
         torch.manual_seed(3)
         nn.init.normal_(parallel.module[0].weight)
         parallel.module[2].weight.mul_(0.5)
+        if is_gathered:
+            parallel.module[2].bias.data.fill_(0.1)
+            parallel.module[4].bias.data = torch.full((8,), 0.2, dtype=parallel.module[4].bias.dtype)
     for _ in range(2):
         _step(optimizer, _loss(parallel))
     return _weights(parallel)
 
 
 @pattern(
-    "write weights of `model` in place within `gathered()`, the same on all ranks: `nn.init`, weights of "
-    "another model"
+    "write weights of `model` within `gathered()`, the same on all ranks: `nn.init`, weights of another "
+    "model, `parameter.data.copy_(value)` and `parameter.data = value`"
 )
 def written_gathered(plan: str) -> Any:
     return written(plan, is_gathered=True)
@@ -614,6 +617,15 @@ def written_in_turns(plan: str) -> Any:
         for _ in range(2):
             _step(optimizer, _loss(parallel))
     return _weights(parallel)
+
+
+@pattern("assign to `.data` of weights of `model` outside of `gathered()`")
+def assigned_outside(plan: str) -> Any:
+    parallel = shoal.parallelize(net(), plan)
+    _loss(parallel).backward()
+    for each in parallel.module.parameters():
+        each.data = torch.full(each.shape, 0.1, dtype=each.dtype)
+    return _loss(parallel).item()
 
 
 @pattern("write weights of `model` in place outside of `gathered()`")

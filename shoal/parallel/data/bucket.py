@@ -124,6 +124,7 @@ class Bucket:
         """Begin to update the weights from every shard's master."""
         self.finish_gather()
         self._follow_assignments()
+        self._require_shown()
         self.take_writes(are_current=False)
         if self.dropped:
             storage = self.weights.untyped_storage()
@@ -208,15 +209,38 @@ class Bucket:
             or self.dropped
             or (self._shard is not None and self._shard.parameters is not None)
         ):
-            raise LayoutError(
-                f"the model's weight {self.layout.slots[written[0]].name} was written outside of gathered(), "
-                "or beside a step within it, where it is only a copy of what ranks own",
-                possible="writes within `with parallel.gathered():`, the same on all ranks, unless weights "
-                "are in files; writes to parameters() of what shoal.parallelize returned",
-                change="write within gathered(); after a step within it, call the model first",
-            )
+            raise _written_outside(self.layout.slots[written[0]].name)
         for index in written:
             self._master[index].copy_(self._weight_parts[index])
+
+    def take_values(self) -> None:
+        """Take the weights' values for the owner's rows, where they differ; otherwise weights are current.
+
+        So also writes through `.data` are taken, and tensors that were assigned to it, of which torch counts
+        nothing.
+        """
+        if self.dropped:
+            return
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            if not _is_same(parameter.data, view):
+                view.copy_(parameter.data)
+                parameter.data = view
+        if self._shares_memory or (self._shard is not None and self._shard.parameters is not None):
+            return
+        for master, part in zip(self._master, self._weight_parts, strict=True):
+            is_written = master.to(part.dtype) != part
+            master.copy_(torch.where(is_written, part.to(master.dtype), master))
+
+    def _require_shown(self) -> None:
+        """Check that the model computes with the weights, and no tensor was assigned in their place.
+
+        Raises:
+            LayoutError: One was.
+        """
+        shown = [self._absent] * len(self._views) if self.dropped else self._views
+        pairs = zip(self.layout.slots, self.parameters, shown, strict=True)
+        for name in [slot.name for slot, parameter, view in pairs if not _is_same(parameter.data, view)]:
+            raise _written_outside(name)
 
     def drop_weights(self) -> None:
         """Free the weights; until the next gather the model's parameters read as NaN.
@@ -323,3 +347,17 @@ class Bucket:
                 )
             )
         return frozen
+
+
+def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return not tensor.numel() or tensor.data_ptr() == other.data_ptr()
+
+
+def _written_outside(name: str) -> LayoutError:
+    return LayoutError(
+        f"the model's weight {name} was written outside of gathered(), or beside a step within it, where it "
+        "is only a copy of what ranks own",
+        possible="writes within `with parallel.gathered():`, the same on all ranks, unless weights are in "
+        "files; writes to parameters() of what shoal.parallelize returned",
+        change="write within gathered(); after a step within it, call the model first",
+    )

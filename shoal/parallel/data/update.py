@@ -115,6 +115,8 @@ class WeightUpdate:
     def _take_writes(self) -> None:
         for bucket in self._buckets:
             bucket.take_writes(are_current=self._is_fresh)
+            if self._is_fresh:
+                bucket.take_values()
 
     def start(self) -> None:
         """Start the gathers, if somebody may have written since the last ones."""

@@ -287,6 +287,8 @@ class _ShardedWeights(Strategy):
     def _take_writes(self) -> None:
         for bucket in self._buckets:
             bucket.take_writes(are_current=not self._is_stale)
+            if not self._is_stale:
+                bucket.take_values()
 
     def _refresh(self) -> None:
         """Gather the weights that are held open anew, if their owners may have changed."""
