@@ -23,6 +23,8 @@ from shoal.parallel.model_probe import Probe, difference, required_arguments
 
 __all__ = ["ignores_first_label", "refuse_losses"]
 
+_LABELS = 4  # of a sample, few enough for any model's positions
+
 
 def refuse_losses(
     model: nn.Module, probe: Probe, divided: Probe, length: int, axes: Axes, context: str
@@ -61,23 +63,23 @@ def refuse_losses(
             model.register_forward_pre_hook(_Refusal(model, name), with_kwargs=True)
 
 
-def ignores_first_label(model: nn.Module) -> bool:
+def ignores_first_label(model: nn.Module) -> bool | None:
     """Return whether the loss that a model computes of `labels` leaves out the first of each sample.
 
-    So does one that predicts each label from the tokens before it. False for a model that cannot be asked.
+    So does one that predicts each label from the tokens before it. None for a model that cannot be asked.
     """
     if "labels" not in inspect.signature(model.forward).parameters:
-        return False
+        return None
     try:
         probe = Probe(model, next(model.parameters()).device)
-        tokens, labels = probe.inputs(16, 0), probe.inputs(16, 2)
+        tokens, labels = probe.inputs(_LABELS, 0), probe.inputs(_LABELS, 2)
         losses = []
         for left_out in ([], [0], [-1]):
             given = labels.clone()
             given[:, left_out] = -100
             losses.append(_numbers(probe.output(tokens, named={"labels": given}))[-1])
     except Exception:  # it takes no tokens, or has no such loss
-        return False
+        return None
     return difference(losses[1], losses[0]) <= 1 < difference(losses[2], losses[0])
 
 

@@ -22,6 +22,8 @@ __all__ = [
     "Frozen",
     "Owned",
     "as_sharded",
+    "checksum",
+    "combined",
     "fixed_parameters",
     "like",
     "local_part",
@@ -33,6 +35,9 @@ PART = "_shoal_part"
 
 NO_NORM = "_shoal_no_norm"
 """Attribute of parameters and gradients whose norm here is no whole one: what the rank has of them."""
+
+_CHUNK = 4096  # words that a checksum adds up at a time
+_WORD = 8  # bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,3 +197,31 @@ def require_trained(owned: Sequence[Owned]) -> None:
             possible="parameters that require gradients before shoal.parallelize",
             change="call requires_grad_() on the model, then lay it over ranks",
         )
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a sum of a tensor's bits, an int64 scalar on its device.
+
+    Words of 8 bytes are added up modulo 2^64 in chunks of 32 KiB, and the chunks' sums with odd factors that
+    differ. So a change of one word always shows. Changes that cancel, such as two words of one chunk that
+    change places, do not.
+    """
+    data = local_part(tensor).detach().contiguous().view(-1).view(torch.uint8)
+    if data.data_ptr() % _WORD:
+        data = data.clone()
+    end = len(data) // _WORD * _WORD
+    words = data[:end].view(torch.int64)
+    chunks = len(words) // _CHUNK
+    rest = torch.nn.functional.pad(data[end:], (0, end + _WORD - len(data))).view(torch.int64)
+    parts = [
+        words[: chunks * _CHUNK].view(chunks, _CHUNK).sum(1),
+        words[chunks * _CHUNK :].sum().view(1),
+        rest,
+    ]
+    return combined(torch.cat(parts))
+
+
+def combined(sums: torch.Tensor) -> torch.Tensor:
+    """Return a sum of int64 numbers `[n]` that changes if they change places."""
+    factors = 2 * torch.arange(len(sums), device=sums.device) + 1
+    return (sums * factors).sum()

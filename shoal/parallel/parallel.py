@@ -52,8 +52,8 @@ class Parallel(ModelFace):
         device: This rank's device.
         strategies: One for each stage of this rank.
         storage: Where state is kept outside of the device; None if all is on it.
-        loads: How often each trained parameter's values were loaded, by its name; whoever loads counts.
-        steps: Counts the steps of this rank's optimizers.
+        loads: How often this rank loaded values of each trained parameter, by name; whoever loads counts.
+        steps: Counts the steps of this rank\'s optimizers.
     """
 
     def __init__(
@@ -302,7 +302,13 @@ class Parallel(ModelFace):
 
         All ranks enter it together.
         """
-        return in_all(strategy.gathered() for strategy in self.strategies)
+        gathered = in_all(strategy.gathered() for strategy in self.strategies)
+        return self._state.writable(gathered) if self.plan.exchanged.keeps_values else gathered
+
+    @property
+    def chances_to_load(self) -> int:
+        """How often `loads` may have grown, equal on all ranks."""
+        return self._state.chances
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Return the whole model, named as in `module.state_dict()`, under any Plan; all ranks call it.
@@ -371,11 +377,7 @@ class Parallel(ModelFace):
             self.module.dropout_keys = token_keys(seed, 0, samples, positions)
 
     def gradient_norm(self) -> float:
-        """Return the Euclidean norm of the whole averaged gradient; equal on every rank.
-
-        Raises:
-            TrainingError: Ranks that together hold the model's state made different numbers of steps.
-        """
+        """Return the norm of the whole averaged gradient; a `TrainingError` if ranks made unequal steps."""
         return self.steps.compared_norm(self.owned, self.axes.parts, self.device).item()
 
     def measure_gradient(self) -> GradientNorm:

@@ -23,13 +23,10 @@ import torch
 
 from shoal.errors import CommunicationError, ReplicaError
 from shoal.parallel.communication import Axis
-from shoal.parallel.owned import local_part
+from shoal.parallel.owned import checksum, combined
 from shoal.parallel.parallel import Parallel
 
-__all__ = ["Departure", "Replicas", "checksum"]
-
-_CHUNK = 4096  # words that are added up at a time
-_WORD = 8  # bytes
+__all__ = ["Departure", "Replicas"]
 
 Held = tuple[Axis, str, torch.Tensor]
 """Ranks that hold equal values, the parameter's name, and this rank's values."""
@@ -144,37 +141,10 @@ class Replicas:
                 yield frozen.family.shard, frozen.name, frozen.local
 
 
-def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a sum of a tensor's bits, an int64 scalar on its device.
-
-    Words of 8 bytes are added up modulo 2^64 in chunks of 32 KiB, and the chunks' sums with odd factors that
-    differ. So a change of one word always shows. Changes that cancel, such as two words of one chunk that
-    change places, do not.
-    """
-    data = local_part(tensor).detach().contiguous().view(-1).view(torch.uint8)
-    if data.data_ptr() % _WORD:
-        data = data.clone()
-    end = len(data) // _WORD * _WORD
-    words = data[:end].view(torch.int64)
-    chunks = len(words) // _CHUNK
-    rest = torch.nn.functional.pad(data[end:], (0, end + _WORD - len(data))).view(torch.int64)
-    parts = [
-        words[: chunks * _CHUNK].view(chunks, _CHUNK).sum(1),
-        words[chunks * _CHUNK :].sum().view(1),
-        rest,
-    ]
-    return _combined(torch.cat(parts))
-
-
-def _combined(sums: torch.Tensor) -> torch.Tensor:
-    factors = 2 * torch.arange(len(sums), device=sums.device) + 1
-    return (sums * factors).sum()
-
-
 def _compare(axis: Axis, held: Sequence[tuple[str, torch.Tensor]]) -> Departure | None:
     """Compare what the ranks of an axis hold."""
     sums = torch.stack([checksum(tensor) for _, tensor in held])
-    told = _gathered(axis, _combined(sums).view(1))
+    told = _gathered(axis, combined(sums).view(1))
     classes = Counter(told)
     if len(classes) == 1:
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from shoal.errors import ModelError
 from shoal.parallel.axes import Axes
 from shoal.parallel.compiled import plain_key
 from shoal.parallel.layout import Cut
-from shoal.parallel.owned import Frozen, Owned, as_sharded, local_part
+from shoal.parallel.owned import Frozen, Owned, as_sharded, checksum, local_part
 from shoal.parallel.whole import Whole
 
 __all__ = ["State"]
@@ -33,7 +34,9 @@ class State:
         axes: The axes that the model is laid over.
 
     Attributes:
-        loads: How often each trained parameter's values were loaded, by its name; whoever loads counts.
+        loads: How often values of each trained parameter were loaded on this rank, by its name; whoever
+            loads counts.
+        chances: How often values may have been loaded, equal on all ranks.
     """
 
     def __init__(
@@ -52,6 +55,7 @@ class State:
         self._cuts = cuts
         self._axes = axes
         self.loads: Counter[str] = Counter()
+        self.chances = 0
 
     def named(self) -> dict[str, torch.Tensor]:
         """Return this rank's `state_dict`; its DTensors lie in the memory where training keeps them.
@@ -97,6 +101,7 @@ class State:
         for key, take in list(self._takers(given)):
             take(given[key])
         self.loads.update({self._whole.keys[key] for key in given if key in self._whole.keys})
+        self.chances += 1
         return missing, unexpected
 
     def load_from_first(self, given: Mapping[str, torch.Tensor]) -> None:
@@ -121,6 +126,19 @@ class State:
             if key in takers:
                 takers[key](tensor)
         self.loads.update(self._owned.keys())
+        self.chances += 1
+
+    @contextmanager
+    def writable(self, context: AbstractContextManager[None]) -> Iterator[None]:
+        """Count parameters whose values change on this rank in a context, or at its end, as loaded."""
+        before = {name: int(checksum(each.local)) for name, each in self._owned.items()}
+        try:
+            with context:
+                yield
+        finally:
+            after = {name: int(checksum(each.local)) for name, each in self._owned.items()}
+            self.loads.update([name for name in after if after[name] != before[name]])
+            self.chances += 1
 
     @property
     def _device(self) -> torch.device:

@@ -119,6 +119,11 @@ class Exchange:
         return self.kind == "auto"
 
     @property
+    def keeps_values(self) -> bool:
+        """Whether values of parameters are kept beside those that are trained, to merge or to serve."""
+        return self.merges or self.is_chosen or self.is_served
+
+    @property
     def compresses(self) -> bool:
         """Whether less is sent than the vectors themselves."""
         return self.compression.kind != "none"

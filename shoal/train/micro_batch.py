@@ -147,9 +147,11 @@ class Reader:
         self._next_token_loss: Loss = partial(self._with_auxiliary, next_token_loss)
         self._counted = counted
         self._shifts = _shifts_labels(model)
-        self._is_first_left_out = self._shifts
-        if loss is None and counted is None and not hasattr(model, "loss_type"):  # not of transformers
-            self._is_first_left_out = ignores_first_label(model)
+        if loss is None and counted is None and (asked := ignores_first_label(model)) is not None:
+            self._is_first_left_out = asked
+            self._shifts &= asked  # decoders such as BART's do not, whatever their loss is called
+        else:
+            self._is_first_left_out = self._shifts
         self._name = type(model).__name__
         self._takes = inspect.signature(model.forward)
         self._documents, self._is_hugging_face = DocumentsGuard(model), hasattr(model, "loss_type")

@@ -189,6 +189,10 @@ def loaded_between(text, door, folder):
         parallel.load_state_dict(whole)
     elif door == "load_full_state_dict":
         parallel.load_full_state_dict(whole)
+    elif door == "gathered":
+        with parallel.gathered():
+            for name, parameter in parallel.module.named_parameters():
+                parameter.data.copy_(whole[name])
     else:
         other = parallelize(matrix(), "dp=2")
         other.load_state_dict(whole)
@@ -199,7 +203,7 @@ def loaded_between(text, door, folder):
     return [each.local.clone() for each in parallel.owned]
 
 
-@pytest.mark.parametrize("door", ["load_state_dict", "load_full_state_dict", "shoal.load"])
+@pytest.mark.parametrize("door", ["load_state_dict", "load_full_state_dict", "shoal.load", "gathered"])
 @pytest.mark.parametrize(
     "settings", ["every=4", "every=4,fragments=2,delay=1,compress=topk:8", "every=3,delay=2,compress=int8"]
 )

@@ -277,3 +277,26 @@ def test_what_the_model_alone_has_is_named():
         parallel.embed  # noqa: B018
     with pytest.raises(AttributeError, match="'Parallel' object has no attribute 'nothing'"):
         parallel.nothing  # noqa: B018
+
+
+def written_through_data(plan):
+    """Weights of 0.3 with one element of 5, after a write that torch does not count, and a small addition."""
+    parallel = parallelize(nn.Linear(4, 4), plan)
+    with torch.no_grad():
+        for owned in parallel.owned:
+            owned.local.fill_(0.3)
+    parallel.changed()
+    with parallel.gathered():
+        parallel.module.weight.data[1, 2] = 5.0
+        parallel.module.bias.data = torch.full((4,), 2.0, dtype=parallel.module.bias.dtype)
+    return parallel.full_state_dict()
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,shard=zero2", "dp=2,shard=zero3", "dp=2,precision=bf16"])
+def test_a_write_through_data_changes_the_elements_that_were_written(ranks, plan):
+    """In bf16 0.3 is another number: elements that were not written keep their fp32 value."""
+    state = ranks.run(written_through_data, 2, plan)[0]
+    expected = torch.full((4, 4), 0.3)
+    expected[1, 2] = 5.0
+    assert torch.equal(state["weight"], expected)
+    assert torch.equal(state["bias"], torch.full((4,), 2.0))

@@ -30,6 +30,11 @@ class Model(nn.Module):
 
 
 def trained(shifts, plan):
+    """See `trained_model`."""
+    return trained_model(Model(shifts), plan)
+
+
+def trained_model(model, plan):
     """Loss and norm of a step on samples with other numbers of labels that count."""
     tokens = torch.randint(VOCABULARY, (4, SEQ), generator=torch.Generator().manual_seed(1))
     data = [
@@ -37,7 +42,7 @@ def trained(shifts, plan):
         for number, row in enumerate(tokens)
     ]
     rates = OptimizerConfig(name="sgd", learning_rate=0.1, warmup=1, clip=None)
-    trainer = Trainer(Model(shifts), data, plan, batch=4, steps=1, optimizer=rates)
+    trainer = Trainer(model, data, plan, batch=4, steps=1, optimizer=rates)
     result = trainer.step()
     return result.loss, result.gradient_norm
 
@@ -47,4 +52,22 @@ def test_micro_batches_have_the_weights_of_the_labels_in_their_loss(ranks, shift
     expected = trained(shifts, "dp=1,microbatch=4")
     assert trained(shifts, "dp=1,microbatch=1") == pytest.approx(expected, rel=1e-5)  # fp32
     for found in ranks.run(trained, 2, shifts, "dp=2,microbatch=1"):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+def decoder_of_bart(plan):
+    """The same of BART's decoder, whose loss has the name of one that shifts its labels, and does not."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.BartConfig(
+        vocab_size=VOCABULARY, d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16,
+        max_position_embeddings=SEQ, dropout=0.0, is_encoder_decoder=False,
+    )  # fmt: skip
+    return trained_model(transformers.BartForCausalLM(config), plan)
+
+
+def test_a_decoder_that_does_not_shift_its_labels_counts_the_first_ones(ranks):
+    expected = decoder_of_bart("dp=1,microbatch=4")
+    assert decoder_of_bart("dp=1,microbatch=1") == pytest.approx(expected, rel=1e-5)  # fp32
+    for found in ranks.run(decoder_of_bart, 2, "dp=2,microbatch=1"):
         assert found == pytest.approx(expected, rel=1e-5)

@@ -15,7 +15,7 @@ from train_stand_ins import STEPS, make_trainer
 
 from shoal.errors import CommunicationError, ReplicaError
 from shoal.models import next_token_loss
-from shoal.parallel.replicas import checksum
+from shoal.parallel.owned import checksum
 from shoal.plan import Plan
 from shoal.run import Run
 

@@ -207,13 +207,15 @@ class Bucket:
         self._versions = versions
         if assigned and not self.dropped:
             self._move_weights(assigned)
-        if self._noted is not None and not self.dropped:
-            pairs_of_values = enumerate(zip(self._noted, self._weight_parts, strict=True))
-            written |= {index for index, pair in pairs_of_values if not torch.equal(*pair)}
+        noted = self._noted
+        if noted is not None and not self.dropped:
+            values = enumerate(zip(noted, self._weight_parts, strict=True))
+            written |= {index for index, (before, now) in values if not torch.equal(before, now)}
         if not written or self._shares_memory:
             return
         if (
             not are_current
+            or noted is None
             or self.dropped
             or (self._shard is not None and self._shard.parameters is not None)
         ):
@@ -225,8 +227,10 @@ class Bucket:
                 change="write within gathered(); after a step within it, call the model first",
             )
         for index in written:
-            self._master[index].copy_(self._weight_parts[index])
-        self.note_values(is_on=self._noted is not None)
+            master, part = self._master[index], self._weight_parts[index]
+            is_written = part != noted[index]  # the others keep what fp32 has beyond the weights
+            master.copy_(torch.where(is_written, part.to(master.dtype), master))
+        self.note_values(is_on=True)
 
     def _move_weights(self, assigned: Mapping[int, torch.Tensor]) -> None:
         """Move the weights to new memory, and there take other values for some parameters, by index.

@@ -43,9 +43,8 @@ from shoal.parallel.optimizer.composed import (
     title_of,
     unscaled,
 )
-from shoal.parallel.owned import Owned
+from shoal.parallel.owned import Owned, checksum
 from shoal.parallel.parallel import Parallel
-from shoal.parallel.replicas import checksum
 from shoal.plan import Exchange
 
 __all__ = ["LocalUpdates"]
@@ -88,7 +87,7 @@ class LocalUpdates(Composed):
         self._merges = Merges(parallel, exchange, outer_settings(exchange) if outer is None else outer)
         self._has_begun = self._has_ended = False  # a merge, since `agree` was called
         self._told: tuple[torch.Tensor, Pending] | None = None
-        self._loads = Counter(parallel.loads)
+        self._loads, self._chances = Counter(parallel.loads), parallel.chances_to_load
         self._has_state = False  # whether this state was loaded, and no step was made since
         self._is_settled = True  # since the last step
         self._merges.remember()
@@ -210,7 +209,7 @@ class LocalUpdates(Composed):
         """
         self._merges.drop()
         self._rounds.set_step(steps, rates)
-        self._loads = Counter(self._parallel.loads)
+        self._loads, self._chances = Counter(self._parallel.loads), self._parallel.chances_to_load
         self._merges.remember()
         self._merges.take_state()
 
@@ -284,32 +283,40 @@ class LocalUpdates(Composed):
         they count as what it changed.
         """
         loads, before = self._parallel.loads, self._loads
-        if loads == before:
+        chances, chances_before = self._parallel.chances_to_load, self._chances
+        if loads == before and chances == chances_before:
             return
-        self._loads = Counter(loads)
-        loaded = [owned for owned in self._parallel.owned if loads[owned.name] != before[owned.name]]
+        self._loads, self._chances = Counter(loads), chances
+        owned = self._parallel.owned
+        loaded = self._are_loaded([loads[each.name] != before[each.name] for each in owned])
         new = [
-            (owned, owned.local.clone())
-            for owned, is_equal in zip(loaded, self._are_equal(loaded), strict=True)
-            if is_equal and not torch.equal(owned.local, self._merges.outer.anchor(owned))
+            (each, each.local.clone())
+            for each, is_loaded in zip(owned, loaded, strict=True)
+            if is_loaded and not torch.equal(each.local, self._merges.outer.anchor(each))
         ]
         self._finish()
-        for owned, values in new:
-            self._merges.replace(owned, values)
+        for each, values in new:
+            self._merges.replace(each, values)
         if new and not self._has_state:
-            self._merges.forget({owned.name for owned, _ in new})
+            self._merges.forget({each.name for each, _ in new})
         self._parallel.changed()
 
-    def _are_equal(self, places: Sequence[Owned]) -> list[bool]:
-        """Return which of these parts have equal bits on all workers."""
-        if not places:
+    def _are_loaded(self, loads_here: Sequence[bool]) -> list[bool]:
+        """Return for each of this rank's parts whether a worker loaded it, and all have equal bits now.
+
+        Args:
+            loads_here: Whether this worker loaded it.
+        """
+        parts = self._parallel.owned
+        if not parts:
             return []
-        sums = torch.stack([checksum(each.local) for each in places])
-        told = sums.new_empty((self._axis.size, len(places)))
-        told[self._axis.index] = sums
+        sums = torch.stack([checksum(each.local) for each in parts])
+        told = sums.new_empty((self._axis.size, 2, len(parts)))
+        told[self._axis.index, 0] = sums
+        told[self._axis.index, 1] = torch.tensor(loads_here, device=sums.device)
         self._axis.all_gather(told.view(-1), "loaded").wait()
-        equal: list[bool] = (told == sums).all(dim=0).tolist()
-        return equal
+        loaded: list[bool] = ((told[:, 0] == sums).all(dim=0) & told[:, 1].any(dim=0)).tolist()
+        return loaded
 
 
 def _require_whole_state(optimizer: Any) -> None:
