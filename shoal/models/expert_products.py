@@ -16,9 +16,9 @@ from typing import Any, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shoal.models.autocast import autocast_dtype
+from shoal.models.once_differentiable import once_differentiable
 
 __all__ = [
     "ExpertProducts",

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from shoal.models.autocast import without_autocast
 from shoal.models.config import TransformerConfig
@@ -239,7 +238,6 @@ class _AddLoss(torch.autograd.Function):
         return passed.view_as(passed)
 
     @staticmethod
-    @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         scale = context.scale.value if isinstance(context.scale, LossFactor) else context.scale
         return gradient, gradient.new_ones(()) * scale, None
@@ -258,7 +256,6 @@ class _Spread(torch.autograd.Function):
         return tokens.index_select(0, order // per_token)
 
     @staticmethod
-    @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (order,) = context.saved_tensors
         tokens, per_token = context.choices

@@ -8,10 +8,10 @@ from typing import Any, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shoal.errors import ModelError
 from shoal.models.loss_factor import noted
+from shoal.models.once_differentiable import once_differentiable
 
 __all__ = ["IGNORED", "LaterLogits", "cross_entropy", "logits_of", "next_token_loss"]
 

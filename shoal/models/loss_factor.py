@@ -11,7 +11,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shoal.errors import TrainingError
 
@@ -75,7 +74,6 @@ class _Note(torch.autograd.Function):
         return loss.view_as(loss)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.factor.note(gradient)
+        ctx.factor.note(gradient.detach())
         return gradient, None

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.errors import ModelError
 from shoal.models.blocks import find_blocks
 from shoal.models.expert_products import Runs
 from shoal.models.experts import Mixture, run_experts
+from shoal.models.once_differentiable import once_differentiable
 from shoal.trace.operator_trace import Recorder
 from shoal.trace.summary import summarise
 from shoal.workload import Workload

@@ -729,6 +729,16 @@ def penalty(plan: str) -> Any:
     return _weights(parallel)
 
 
+@pattern("a gradient penalty over a model that is split, with respect to a hidden state")
+def split_penalty(plan: str) -> Any:
+    parallel = shoal.parallelize(llama(), plan)
+    kept: list[Tensor] = []
+    parallel.module.model.layers[0].register_forward_pre_hook(lambda module, inputs: kept.append(inputs[0]))
+    output = parallel(parallel.local(TOKENS))
+    (gradient,) = torch.autograd.grad(output.logits.sum(), kept[-1], create_graph=True)
+    gradient.square().sum().backward()
+
+
 @pattern("`torch.autograd.grad` with respect to parameters")
 def gradients_of_parameters(plan: str) -> Any:
     parallel = shoal.parallelize(net(), plan)

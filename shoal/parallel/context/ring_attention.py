@@ -27,9 +27,9 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shoal.models.documents import Documents, sees
+from shoal.models.once_differentiable import once_differentiable
 from shoal.models.transformer import causal_attention
 from shoal.parallel.access import between_graphs
 from shoal.parallel.communication import Axis, Pending

@@ -16,10 +16,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shoal.errors import PlanError
 from shoal.models.documents import Documents
+from shoal.models.once_differentiable import once_differentiable
 from shoal.models.transformer import causal_attention
 from shoal.parallel.access import between_graphs
 from shoal.parallel.communication import Axis

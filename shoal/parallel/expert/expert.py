@@ -23,12 +23,12 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from shoal.errors import ModelError, PlanError
 from shoal.models import Mixture, mixtures_of
 from shoal.models.expert_products import HostCopy, Multiply, Runs, multiply_by_experts
 from shoal.models.experts import run_experts, within_capacity
+from shoal.models.once_differentiable import once_differentiable
 from shoal.parallel.communication import Axis, new_buffer
 from shoal.parallel.layout import Cut
 from shoal.plan import divisors

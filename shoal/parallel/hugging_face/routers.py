@@ -15,9 +15,9 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from shoal.errors import ModelError, PlanError
+from shoal.models.once_differentiable import once_differentiable
 from shoal.parallel.axes import Axes
 from shoal.parallel.communication import Axis
 from shoal.parallel.tensor.sequence_parts import cut, joined, start_gather, start_reduce_scatter

@@ -33,13 +33,13 @@ from typing import Any, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge
 
 from shoal.errors import TrainingError
 from shoal.models import Mixture
 from shoal.models.autocast import autocast_dtype
 from shoal.models.expert_products import ExpertProducts, Runs, expert_products, multiply_by_experts
+from shoal.models.once_differentiable import once_differentiable
 
 __all__ = [
     "Deferral",

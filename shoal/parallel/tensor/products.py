@@ -37,8 +37,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from shoal.models.once_differentiable import once_differentiable
 from shoal.parallel.communication import Axis, Pending, new_buffer
 from shoal.parallel.pipeline.deferred import Deferral
 from shoal.parallel.tensor.sequence_parts import cut, joined, new_parts, start_gather, start_reduce_scatter

@@ -15,10 +15,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shoal.models.loss import IGNORED
 from shoal.models.loss_factor import LossFactor
+from shoal.models.once_differentiable import once_differentiable
 from shoal.parallel.communication import Axis, new_buffer
 from shoal.parallel.tensor.sequence_parts import cut, new_parts, start_gather, start_reduce_scatter
 
