@@ -92,6 +92,7 @@ class Attempt:
     Attributes:
         failed: The hosts that failed, once `run` has ended; empty if none did.
         has_lost: Whether a host may be out of reach while its ranks still run.
+        signal: The first signal that asked to end, also after a failure; empty if none did.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class Attempt:
         self._secret = secrets.token_hex(32)
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._agents: dict[str, _Agent] = {}
-        self._signal = ""
+        self.signal = ""
         self._deadline = float("inf")
         self._failed_at: float | None = None
         self._pinged = 0.0
@@ -161,8 +162,8 @@ class Attempt:
             late = [name for name, agent in self._agents.items() if agent.here is None]
             if any(self._agents[name].lost for name in late) or time.monotonic() > until:
                 raise self._not_reached(late)
-            if self._signal:
-                raise WorkerError(0, f"ended by {self._signal} before its state was saved", exit_code=130)
+            if self.signal:
+                raise WorkerError(0, f"ended by {self.signal} before its state was saved", exit_code=130)
         self._place()
         while not self._is_over():
             self._take_events()
@@ -232,7 +233,7 @@ class Attempt:
         has_failed = any(agent.lost or _has_failed(agent.ended) for agent in self._agents.values())
         if has_failed and self._failed_at is None:
             self._failed_at = now
-        if self._failed_at is not None and not self._signal and now > self._failed_at + _SETTLE:
+        if self._failed_at is not None and not self.signal and now > self._failed_at + _SETTLE:
             self._deadline = min(self._deadline, now + _END)
             self._failed_at = float("inf")
             for agent in waits:
@@ -294,8 +295,8 @@ class Attempt:
             agent.channel.send(to_line(self._token, name))
         if number == signal.SIGUSR2:
             return
-        if not self._signal:
-            self._signal = number.name
+        if not self.signal:
+            self.signal = number.name
             text = f"shoal: {number.name}: the ranks finish their step and save; Ctrl-C ends them at once"
             print(text, file=sys.stderr, flush=True)
             seconds = SAVE if self._work.grace is None else self._work.grace
@@ -315,7 +316,7 @@ class Attempt:
             outcomes=[outcome for each in ended for outcome in each.outcomes],
             exit_codes=self._exit_codes(),
             stopped=[rank for each in ended for rank in each.stopped],
-            signal=self._signal,
+            signal=self.signal,
             hang=next((each.hang for each in ended if each.hang is not None), None),
         )
         own = [outcome for outcome in together.outcomes if outcome.error and not outcome.in_collective]
@@ -325,9 +326,9 @@ class Attempt:
             self.has_lost = True
             assert agent.node is not None
             reason = f"host {name} was lost: {agent.lost}"
-            if self._signal:
-                reason = f"ended by {self._signal} before its state was saved; {reason}"
-            code = 130 if self._signal else 1
+            if self.signal:
+                reason = f"ended by {self.signal} before its state was saved; {reason}"
+            code = 130 if self.signal else 1
             raise WorkerError(agent.node.first_rank, reason, detail=self._words_held(), exit_code=code)
         try:
             code = together.exit_code()
@@ -338,7 +339,7 @@ class Attempt:
             raise WorkerError(
                 error.rank, f"{error.reason} (on {name})", detail=detail, exit_code=error.exit_code
             ) from None
-        if code == EXIT_STOPPED and not self._signal:  # a host alone was told to end
+        if code == EXIT_STOPPED and not self.signal:  # a host alone was told to end
             self.failed.update(name for name, agent in agents.items() if agent.ended and agent.ended.signal)
         for line, descriptor in self._held:
             pass_on(line, descriptor)

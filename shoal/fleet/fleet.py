@@ -109,6 +109,8 @@ def train_on(
                     if error.exit_code in _NO_RETRY or not restarts:
                         raise
                     failure, reason = error, str(error)
+            if attempt.signal:
+                return _ended(failure)
             failures.update(attempt.failed)
             restarts -= 1
             seconds = max(pause, ALONE + _ROOM) if attempt.has_lost else pause
@@ -117,11 +119,15 @@ def train_on(
                 print(failure.detail, file=sys.stderr, flush=True)
             is_soon = time.monotonic() - began < _SOON
             pause = min(_LONGEST, 2 * pause) if is_soon else policy.pause
-            if _waited(seconds, signals):
-                continue
-            if failure is None:
-                return EXIT_STOPPED
-            raise failure
+            if not _waited(seconds, signals):
+                return _ended(failure)
+
+
+def _ended(failure: WorkerError | None) -> int:
+    """Return the exit code of a training that a signal ends between two attempts, or raise its failure."""
+    if failure is not None:
+        raise failure
+    return EXIT_STOPPED
 
 
 def _waited(seconds: float, signals: list[signal.Signals]) -> bool:

@@ -127,6 +127,22 @@ def test_a_signal_during_the_pause_ends_with_the_failure():
         train_on(lambda: [Host("a")], WORK, policy, network.open_channel)
 
 
+class Interrupted(Network):
+    """A signal comes while its hosts fail."""
+
+    def placed(self, name, node):
+        super().placed(name, node)
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_during_a_failure_ends_the_training_too():
+    policy = Policy(least=1, most=1, restarts=1, pause=0.01)
+    network = Interrupted({"a": [Fails("ValueError: a")]})
+    with pytest.raises(WorkerError, match="ValueError: a"):
+        train_on(lambda: [Host("a")], WORK, policy, network.open_channel)
+    assert len(network.attempts) == 1
+
+
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=8), st.integers(1, 8), st.integers(0, 3))
 def test_the_hosts_that_failed_least_are_chosen_in_their_order(failed, least, more):
     hosts = [Host(f"h{number}") for number in range(len(failed))]
