@@ -1,6 +1,7 @@
 """Fixtures for the whole suite: ranks are processes that all tests share."""
 
 import gc
+import signal
 import tempfile
 from pathlib import Path
 
@@ -19,6 +20,14 @@ settings.load_profile("shoal")
 settings.register_profile(
     "faults", deadline=None, derandomize=True, database=None, phases=(Phase.explicit, Phase.generate)
 )
+# A suite that a script starts in the background, or nohup, ignores these, and so would the programs it starts.
+for number, action in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGQUIT, signal.SIG_DFL),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, action)
 
 
 def pytest_collection_finish():
