@@ -20,7 +20,7 @@ settings.load_profile("shoal")
 settings.register_profile(
     "faults", deadline=None, derandomize=True, database=None, phases=(Phase.explicit, Phase.generate)
 )
-# A suite that a script starts in the background, or nohup, ignores these, and so would the programs it starts.
+# Shells and nohup let what they start in the background ignore these signals, and so do its own programs.
 for number, action in (
     (signal.SIGINT, signal.default_int_handler),
     (signal.SIGQUIT, signal.SIG_DFL),

@@ -107,7 +107,7 @@ class Attempt:
         self._signals = signals
         self._token = secrets.token_hex(16)
         self._secret = secrets.token_hex(32)
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events: queue.Queue[Event] = queue.Queue()  # a SimpleQueue waits for ever after a signal (3.11)
         self._agents: dict[str, _Agent] = {}
         self.signal = ""
         self._deadline = float("inf")

@@ -94,7 +94,7 @@ class _AgentActor:
     """Holds the process of an agent, in the process of an actor."""
 
     def __init__(self, name: str) -> None:
-        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._events: queue.Queue[Event] = queue.Queue()  # a SimpleQueue waits for ever after a signal (3.11)
         command = [sys.executable, "-m", "shoal.launch"]
         self._channel = ProcessChannel(name, command, self._events.put)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 
 import pytest
 from agent_stand_ins import DONE, LOST, UNREACHABLE, WAITS, Fails, Network, OldVersion, Stops
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ClusterError, ConfigError, WorkerError
-from shoal.fleet import Host, Policy, Work, train_on
+from shoal.fleet import Event, Host, Policy, Work, train_on
 from shoal.launch import EXIT_STOPPED
 
 WORK = Work(words=("train",), folder="/", environment={"KEY": "secret"}, ranks=2)
@@ -117,6 +118,27 @@ def test_a_signal_ends_all_hosts_with_the_exit_code_that_requeues():
     _, code = train({"a": [WAITS], "b": [WAITS]})
     assert code == EXIT_STOPPED
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_signal_that_takes_long_to_handle_does_not_stop_the_wait_for_hosts():
+    """CPython's SimpleQueue waits without an end if a handler returns after the time to wait is over."""
+    before = signal.signal(signal.SIGALRM, lambda *_: time.sleep(0.2))
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    threading.Timer(0.8, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    network = Network({"a": [WAITS]})
+    late = []
+
+    def open_channel(host, told):
+        late.append(threading.Timer(10, told, [Event(host.name, "ended", b"late")]))
+        late[0].start()
+        return network.open_channel(host, told)
+
+    policy = Policy(least=1, most=1, restarts=0)
+    try:
+        assert train_on(lambda: [Host("a")], WORK, policy, open_channel) == EXIT_STOPPED
+    finally:
+        late[0].cancel()
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_signal_during_the_pause_ends_with_the_failure():
