@@ -38,7 +38,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refused(gradient: Tensor | None, name: str, read: list[Tensor]) -> Tensor | None:
-    """Return a gradient that depends on what was read, by derivatives that are not known."""
+    """Return a gradient as a result of the tensors that backward read; to differentiate it is an error."""
     if gradient is None or not read:
         return gradient
     result: Tensor = _Refused.apply(name, gradient, *read)

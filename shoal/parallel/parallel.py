@@ -53,7 +53,7 @@ class Parallel(ModelFace):
         strategies: One for each stage of this rank.
         storage: Where state is kept outside of the device; None if all is on it.
         loads: How often this rank loaded values of each trained parameter, by name; whoever loads counts.
-        steps: Counts the steps of this rank\'s optimizers.
+        steps: Counts the steps of this rank's optimizers.
     """
 
     def __init__(

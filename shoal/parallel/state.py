@@ -131,14 +131,19 @@ class State:
     @contextmanager
     def writable(self, context: AbstractContextManager[None]) -> Iterator[None]:
         """Count parameters whose values change on this rank in a context, or at its end, as loaded."""
-        before = {name: int(checksum(each.local)) for name, each in self._owned.items()}
+        before = self._checksums()
         try:
             with context:
                 yield
         finally:
-            after = {name: int(checksum(each.local)) for name, each in self._owned.items()}
-            self.loads.update([name for name in after if after[name] != before[name]])
+            pairs = zip(self._owned, before, self._checksums(), strict=True)
+            self.loads.update([name for name, old, new in pairs if old != new])
             self.chances += 1
+
+    def _checksums(self) -> list[int]:
+        """Return the checksums of this rank's parts, in their order; the host waits for its device once."""
+        sums = [checksum(each.local) for each in self._owned.values()]
+        return torch.stack(sums).tolist() if sums else []
 
     @property
     def _device(self) -> torch.device:

@@ -120,7 +120,7 @@ class Exchange:
 
     @property
     def keeps_values(self) -> bool:
-        """Whether values of parameters are kept beside those that are trained, to merge or to serve."""
+        """Whether parameters have a second copy, which merges or servers update."""
         return self.merges or self.is_chosen or self.is_served
 
     @property

@@ -1,4 +1,4 @@
-"""A second derivative through a Function that has none is an error, where torch is silent too."""
+"""A second derivative through a Function that has none raises, also where torch is silent."""
 
 import pytest
 import torch

@@ -311,11 +311,11 @@ class LocalUpdates(Composed):
         if not parts:
             return []
         sums = torch.stack([checksum(each.local) for each in parts])
-        told = sums.new_empty((self._axis.size, 2, len(parts)))
-        told[self._axis.index, 0] = sums
-        told[self._axis.index, 1] = torch.tensor(loads_here, device=sums.device)
-        self._axis.all_gather(told.view(-1), "loaded").wait()
-        loaded: list[bool] = ((told[:, 0] == sums).all(dim=0) & told[:, 1].any(dim=0)).tolist()
+        gathered = sums.new_empty((self._axis.size, 2, len(parts)))
+        gathered[self._axis.index, 0] = sums
+        gathered[self._axis.index, 1] = torch.tensor(loads_here, device=sums.device)
+        self._axis.all_gather(gathered.view(-1), "loaded").wait()
+        loaded: list[bool] = ((gathered[:, 0] == sums).all(dim=0) & gathered[:, 1].any(dim=0)).tolist()
         return loaded
 
 
