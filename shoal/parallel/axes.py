@@ -236,7 +236,7 @@ class Axes:
         data = axis("data", groups.data, of_data)
         averaged = [axis("data", each.averaged, of_data) for each in both]
 
-        def sums(pattern: Callable[[Groups], Group], copies: int = 1) -> _ByReach[_Sum]:
+        def sums(pattern: Callable[[Groups], Group], copies: float = 1.0) -> _ByReach[_Sum]:
             summed = [axis("replicate", pattern(each), of_data) for each in both]
             return _ByReach(
                 _Sum(summed[0], 1.0 / averaged[0].size / copies),
@@ -274,7 +274,8 @@ class Axes:
             axis("shard", groups.experts.shards, of_data),
             expert_reduce,
             axis("replicate", groups.experts.replicas, of_data),
-            sums(lambda each: each.experts.summed, equal),
+            # Each rank of ep has a mean over ep already (`expert_parallel`).
+            sums(lambda each: each.experts.summed, equal / plan.ep),
             plan.tp,
         )
         pp = axis("pp", groups.pp, Purpose.PIPELINE, own=True)

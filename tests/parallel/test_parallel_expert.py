@@ -12,6 +12,7 @@ from shoal.models import Mixture, Transformer, TransformerConfig, auxiliary_loss
 from shoal.parallel import parallelize
 from shoal.parallel.communication import Axis
 from shoal.parallel.expert.expert import cut_experts, expert_parallel
+from shoal.plan import Plan
 from shoal.record import NullRecorder
 
 SHAPE = {
@@ -73,13 +74,14 @@ def cut(model, axis):
 
 
 def averaged_gradients(model, axis):
-    """Averages over the ranks: summed here if a parameter is replicated, and already a sum if it is not."""
+    """Averages over the ranks: made here if a parameter is replicated, and there already if it is not."""
     gradients = {}
     for name, parameter in model.named_parameters():
         gradient = parameter.grad.float()
         if name.rpartition(".")[-1] not in STACKED:
             axis.all_reduce(gradient, name).wait()
-        gradients[name] = gradient / axis.size
+            gradient /= axis.size
+        gradients[name] = gradient
     return gradients
 
 
@@ -185,6 +187,7 @@ def run_sequence_parts(order, changes, expert_size, sequence_size):
     (output * states(2)[rows][:, place]).mean().backward()
     for name in STACKED:
         replicas.all_reduce(getattr(layer, name).grad, name).wait()
+        getattr(layer, name).grad /= replicas.size
     auxiliary = auxiliary_loss(layer)
     world.all_reduce(auxiliary, "auxiliary loss").wait()
     gradients = averaged_gradients(layer, world)
@@ -254,6 +257,30 @@ def waits_of_a_forward(capacity):
     with Waits() as waits:
         parallel(torch.ones(1, SEQ, dtype=torch.int64))
     return waits.names
+
+
+def penalised(plan="dp=1"):
+    """Gradients of a loss with a penalty on all weights of the model itself; by name, whole."""
+    torch.manual_seed(0)
+    model = Transformer(config(layers=1, experts=6, kv_heads=2))
+    parallel = parallelize(model, plan)
+    tokens = torch.randint(61, (12, SEQ + 1), generator=torch.Generator().manual_seed(1))
+    inputs, targets = parallel.local((tokens[:, :-1], tokens[:, 1:]))
+    loss = next_token_loss(parallel(inputs), targets)
+    (loss + 0.1 * sum(weight.square().sum() for weight in model.parameters())).backward()
+    with torch.no_grad():
+        for parameter in parallel.parameters():
+            parameter.copy_(parameter.grad)
+    return parallel.full_state_dict()
+
+
+@pytest.mark.parametrize(
+    "plan", ["dp=2,ep=2", "dp=4,ep=2", "dp=3,ep=3,shard=zero1", "dp=2,ep=2,tp=2,tensor=plain"]
+)
+def test_a_penalty_on_experts_has_the_factor_that_it_was_given(ranks, plan):
+    found = ranks.run(penalised, Plan.parse(plan).ranks, plan)[0]
+    for name, value in penalised().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)  # sums in another order
 
 
 @pytest.mark.parametrize("capacity", [None, 1.0])

@@ -48,9 +48,8 @@ def expert_parallel(
     experts of this rank, as `cut_experts` says. All ranks of the axes run the same forwards in the same
     order.
 
-    The experts' gradients are sums over the computation of all ranks of the axis, each from the loss of its
-    own tokens. Other gradients are averages over n data-parallel ranks. So sums over the ranks that keep the
-    same experts must be divided by n as well, and not by the number of summands.
+    The experts' gradients are means over the computation of all ranks of the axis, each from the loss of its
+    own tokens. So a term of the loss on the experts' weights themselves, such as a penalty, keeps its factor.
 
     Args:
         model: A model with at least one `Mixture`, or any if the axis has one rank.
@@ -207,7 +206,7 @@ class _Way:
 
 
 class _ToExperts(torch.autograd.Function):
-    """Send rows to experts; in backward return their gradients."""
+    """Send rows to experts; in backward return their gradients, without the factor of `_FromExperts`."""
 
     @staticmethod
     def forward(context: Any, rows: Tensor, way: _Way) -> Tensor:
@@ -217,11 +216,15 @@ class _ToExperts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return context.way.come_back(gradient, "gradients from experts"), None
+        way = context.way
+        return way.come_back(gradient, "gradients from experts").mul_(way.axis.size), None
 
 
 class _FromExperts(torch.autograd.Function):
-    """Return results from experts; in backward send their gradients to the experts."""
+    """Return results from experts; in backward send their gradients, divided by the number of ranks.
+
+    Experts sum over the rows of all ranks, so their weights get the mean of the ranks' gradients.
+    """
 
     @staticmethod
     def forward(context: Any, results: Tensor, way: _Way) -> Tensor:
@@ -231,7 +234,8 @@ class _FromExperts(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return context.way.go(gradient, "gradients to experts"), None
+        way = context.way
+        return way.go(gradient, "gradients to experts").div_(way.axis.size), None
 
 
 def _by_expert(arriving: Tensor, rows: int) -> Tensor:
