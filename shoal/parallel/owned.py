@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ __all__ = [
     "NO_NORM",
     "PART",
     "Frozen",
+    "Mark",
     "Owned",
     "as_sharded",
     "checksum",
@@ -36,8 +37,28 @@ PART = "_shoal_part"
 NO_NORM = "_shoal_no_norm"
 """Attribute of parameters and gradients whose norm here is no whole one: what the rank has of them."""
 
+Value = TypeVar("Value")
+
 _CHUNK = 4096  # words that a checksum adds up at a time
 _WORD = 8  # bytes
+
+
+class Mark(Generic[Value]):
+    """What a parameter is marked with; a copy of the parameter has no value.
+
+    Args:
+        value: Gives the value, or None once its object is gone.
+    """
+
+    def __init__(self, value: Callable[[], Value | None] = lambda: None) -> None:
+        self._value = value
+
+    def __call__(self) -> Value | None:
+        """Return the value."""
+        return self._value()
+
+    def __reduce__(self) -> tuple[type[Mark[Any]], tuple[()]]:
+        return Mark, ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -85,7 +85,7 @@ class Parallel(ModelFace):
         dropouts = (layer.p for layer in module.modules() if isinstance(layer, Dropout))
         self._has_dropout = hasattr(module, "dropout_keys") and any(dropouts)
         self.steps = StepCount(strategies, is_stage=pipeline is not None)
-        follow_optimizers(module, self.owned, self._fixed.items(), self.steps.note)
+        follow_optimizers(module, self.owned, self._fixed.items(), self.steps.note, axes)
         mark_laid_out(module)
         own = {owned.parameter for owned in self.owned}
         if plan.sharding.cuts_weights or not own <= set(module.parameters()):

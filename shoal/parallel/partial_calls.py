@@ -3,7 +3,7 @@
 `torch.nn.utils.clip_grad_norm_`, `get_total_norm` and `clip_grads_with_norm_` take the norm of the tensors
 that they get: under tp, ep and pp that is the norm of one rank's part of the gradient. `torch.autograd.grad`
 over parameters, and `backward(inputs=...)`, give the gradient of one rank's samples, or nothing where the
-parameters that compute are others.
+parameters that compute are others. Terms of a loss that read weights are checked there too (`loss_terms.py`).
 
 `torch.amp.GradScaler` skips a step if a gradient that it sees is not finite. Here the ranks that hold parts
 of one state tell each other.
@@ -25,8 +25,8 @@ from torch.nn.utils import clip_grad
 
 from shoal.errors import LayoutError
 from shoal.parallel.axes import Axes
-from shoal.parallel.communication import Axis
-from shoal.parallel.owned import NO_NORM, Owned
+from shoal.parallel.loss_terms import mark_summed, require_no_terms
+from shoal.parallel.owned import NO_NORM, Mark, Owned
 
 __all__ = ["mark_parts"]
 
@@ -44,7 +44,8 @@ def mark_parts(module: nn.Module, owned: Sequence[Owned], axes: Axes) -> None:
         axes: The axes that the model is laid over.
     """
     computing = dict(module.named_parameters())
-    parts = _Parts(axes.parts)
+    parts = Mark(lambda: axes.parts)
+    mark_summed(computing, owned)
     for each in owned:
         setattr(each.parameter, _PARTS, parts)
         if axes.world.size > 1 or each.parameter is not computing[each.name]:
@@ -56,20 +57,6 @@ def mark_parts(module: nn.Module, owned: Sequence[Owned], axes: Axes) -> None:
             setattr(each.parameter, NO_NORM, f"rows of {each.name}")
         elif axes.pp.size > 1:
             setattr(each.parameter, NO_NORM, f"{each.name}, and no parameters of other stages")
-
-
-class _Parts:
-    """The ranks that together hold one whole state; a copy of the parameter has none.
-
-    Args:
-        axis: These ranks; None for no others.
-    """
-
-    def __init__(self, axis: Axis | None = None) -> None:
-        self.axis = axis
-
-    def __reduce__(self) -> tuple[type[_Parts], tuple[()]]:
-        return _Parts, ()
 
 
 def _require_norm(tensors: Iterable[Any]) -> None:
@@ -109,6 +96,7 @@ def _of_whole_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
                     "torch.autograd.grad with respect to inputs and activations",
                     change="call backward() without inputs, and read .grad",
                 )
+        require_no_terms(outputs)
         return function(outputs, *arguments, **named)
 
     return checked
@@ -121,9 +109,7 @@ def _on_all_parts(unscale: Callable[..., dict[torch.device, torch.Tensor]]) -> C
         given = [each for group in optimizer.param_groups for each in group["params"]]
         # torch changes gradients there without counting it, and norms may be known from before.
         torch.autograd.graph.increment_version([each.grad for each in given if each.grad is not None])
-        parts = {
-            mark.axis: each.device for each in given if (mark := getattr(each, _PARTS, None)) is not None
-        }
+        parts = {mark(): each.device for each in given if (mark := getattr(each, _PARTS, None)) is not None}
         for axis, device in parts.items():
             if axis is not None and axis.size > 1:
                 total = sum((each.to(device) for each in found.values()), torch.zeros((), device=device))

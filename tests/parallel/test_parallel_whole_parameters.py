@@ -206,3 +206,66 @@ def test_a_parameter_of_another_model_is_refused():
     optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
     with pytest.raises(LayoutError, match="made with 1 groups of parameters has 2 now"):
         optimizer.step()
+
+
+class Prodigy(torch.optim.SGD):
+    """Named as an optimizer that finds one step size from all parameters."""
+
+
+def refusal_of_all(plan, make):
+    from parallel_stand_ins import transformer
+
+    parallel = parallelize(transformer(), plan)
+    try:
+        if make == "whole":
+            WholeParameters(parallel, list(parallel.parameters()), Prodigy, lr=0.1)
+        elif make == "lbfgs":
+            torch.optim.LBFGS(parallel.parameters()).step(lambda: torch.ones(()))
+        else:
+            Prodigy(parallel.parameters(), lr=0.1).step()
+    except LayoutError as refusal:
+        return str(refusal)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("plan", "make"),
+    [
+        ("tp=2", "plain"),
+        ("pp=2", "plain"),
+        ("tp=2", "lbfgs"),
+        ("pp=2", "whole"),
+        ("dp=2,shard=zero1", "whole"),
+    ],
+)
+def test_an_optimizer_of_all_parameters_is_refused_some_of_them(ranks, plan, make):
+    for text in ranks.run(refusal_of_all, 2, plan, make):
+        assert "makes its step from all parameters together" in text
+
+
+def fitted(plan, search):
+    """Weights after steps of LBFGS, which compares losses."""
+    torch.manual_seed(0)
+    parallel = parallelize(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)), plan)
+    optimizer = torch.optim.LBFGS(parallel.parameters(), lr=0.5, max_iter=4, line_search_fn=search)
+    inputs, targets = parallel.local((torch.randn(8, 6), torch.randn(8, 4)))
+
+    def closure():
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(parallel(inputs), targets)
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(closure).item() for _ in range(3)]
+    return parallel.full_state_dict(), losses
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,shard=zero2"])
+@pytest.mark.parametrize("search", [None, "strong_wolfe"])
+def test_an_optimizer_that_compares_losses_gets_the_mean_of_all_ranks(ranks, plan, search):
+    expected, losses = fitted("dp=1", search)
+    one, other = ranks.run(fitted, 2, plan, search)
+    assert one[1] == other[1] == pytest.approx(losses, rel=1e-4)
+    for name, value in expected.items():
+        # Roundings of 6e-8 grow in a line search of 12 iterations.
+        torch.testing.assert_close(one[0][name], value, rtol=1e-3, atol=1e-4)

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim.optimizer import (
     Optimizer,
@@ -14,17 +15,26 @@ from torch.optim.optimizer import (
 )
 
 from shoal.errors import LayoutError
-from shoal.parallel.owned import PART, Owned
+from shoal.parallel.axes import Axes
+from shoal.parallel.communication import Axis
+from shoal.parallel.owned import NO_NORM, PART, Mark, Owned
 
-__all__ = ["follow_optimizers"]
+__all__ = ["follow_optimizers", "needs_all_parameters"]
 
 # Marks are attributes of the tensors, so that they end with them.
 _COMPUTES = "_shoal_computes"
 _FIXED = "_shoal_fixed"
 _CHANGED = "_shoal_changed"
+_AVERAGED = "_shoal_averaged"
 
 _OF_WHOLE_PARAMETERS = ("Adafactor", "LAMB", "LARS", "Lamb", "Muon", "SOAP", "Shampoo")
 """Names of optimizers whose update of an element depends on others of its parameter."""
+
+_OF_ALL_PARAMETERS = (
+    *("DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptSGD"),
+    *("DoG", "LBFGS", "Prodigy"),
+)
+"""Names of optimizers whose update of an element depends on all parameters, as by a step size for all."""
 
 _NOT_OF_DTENSORS = {
     ("torch", "Adafactor"),
@@ -40,17 +50,20 @@ def follow_optimizers(
     owned: Sequence[Owned],
     fixed: Iterable[tuple[str, nn.Parameter]],
     changed: Callable[[], None],
+    axes: Axes,
 ) -> None:
     """Refuse steps that would train nothing or train wrongly, and report all other steps.
 
-    A step is refused if the optimizer was made before its model was laid out, or if it needs whole parameters
-    and has only parts of them.
+    A step is refused if the optimizer was made before its model was laid out, or if it needs whole
+    parameters, or all of them, and has only a part. An optimizer that decides by the loss gets the mean over
+    ranks, of which its gradients are those.
 
     Args:
         module: The model.
         owned: The parameters that optimizers may change.
         fixed: The parameters that were not trained when the model was laid out, with their names.
         changed: Called after a step of an optimizer that has some of `owned`; a bound method, not kept alive.
+        axes: The axes of the Plan.
     """
     given = {each.parameter for each in owned}
     for name, parameter in module.named_parameters():
@@ -58,9 +71,11 @@ def follow_optimizers(
             setattr(parameter, _COMPUTES, name)
     for name, parameter in fixed:
         setattr(parameter, _FIXED, name)
-    called = _Told(weakref.WeakMethod(changed))  # type: ignore[arg-type]
+    called: Mark[Callable[[], None]] = Mark(weakref.WeakMethod(changed))  # type: ignore[arg-type]
+    averaged = Mark(lambda: axes.averaged)
     for each in owned:
         setattr(each.parameter, _CHANGED, called)
+        setattr(each.parameter, _AVERAGED, averaged)
         setattr(each.parameter, PART, _part_of(each))
 
 
@@ -71,9 +86,13 @@ def _part_of(owned: Owned) -> tuple[str, str]:
     return ("rows" if owned.family.shard.size > 1 else ""), owned.name
 
 
+def _names_of(optimizer: Optimizer) -> set[str]:
+    return {kind.__name__ for kind in type(optimizer).__mro__}
+
+
 def _require_whole(optimizer: Optimizer) -> None:
     kinds = {(kind.__module__.partition(".")[0], kind.__name__) for kind in type(optimizer).__mro__}
-    takes_blocks = {name for _, name in kinds}.isdisjoint(_OF_WHOLE_PARAMETERS)
+    takes_blocks = _names_of(optimizer).isdisjoint(_OF_WHOLE_PARAMETERS)
     fails_with_rows = not kinds.isdisjoint(_NOT_OF_DTENSORS)
     if takes_blocks and not fails_with_rows:
         return
@@ -92,25 +111,46 @@ def _require_whole(optimizer: Optimizer) -> None:
                 )
 
 
-class _Told:
-    """The function to call after a parameter's changes; a copy of the parameter has none.
-
-    Args:
-        method: Gives the method to call, or None once its object is gone.
-    """
-
-    def __init__(self, method: Callable[[], Callable[[], None] | None] = lambda: None) -> None:
-        self._method = method
-
-    def __call__(self) -> Callable[[], None] | None:
-        return self._method()
-
-    def __reduce__(self) -> tuple[type[_Told], tuple[()]]:
-        return _Told, ()
+def needs_all_parameters(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer's update of an element depends on all parameters."""
+    return not _names_of(optimizer).isdisjoint(_OF_ALL_PARAMETERS)
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _require_all(optimizer: Optimizer) -> None:
+    """Check that an optimizer that makes one step from all parameters has all of them."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if (part := getattr(parameter, NO_NORM, None)) is not None:
+                kind = type(optimizer).__name__
+                raise LayoutError(
+                    f"{kind} makes its step from all parameters together, and a rank has {part}",
+                    possible="a Plan without tp, ep and pp, or an optimizer such as AdamW",
+                    change="change the Plan or the optimizer",
+                )
+
+
+def _with_mean_loss(
+    optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a step whose closure returns the mean of all ranks' losses."""
+    mark = getattr(optimizer.param_groups[0]["params"][0], _AVERAGED, Mark())
+    axis: Axis | None = mark()
+    optimizer, closure = (*args, *kwargs.values())
+    if axis is None or axis.size == 1:
+        return args, kwargs
+
+    def mean_loss() -> torch.Tensor:
+        mean = torch.as_tensor(closure()).detach().clone()
+        axis.all_reduce(mean, "loss").wait()
+        return mean / axis.size
+
+    return (optimizer, mean_loss), {}
+
+
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     _require_whole(optimizer)
+    if needs_all_parameters(optimizer):
+        _require_all(optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             name = getattr(parameter, _FIXED, None)
@@ -129,6 +169,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                     possible="an optimizer of parameters() of the object that shoal.parallelize returned",
                     change="make the optimizer after shoal.parallelize, from its parameters()",
                 )
+    return _with_mean_loss(optimizer, args, kwargs) if "LBFGS" in _names_of(optimizer) else None
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

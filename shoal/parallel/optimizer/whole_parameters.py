@@ -21,8 +21,9 @@ from torch.optim import Optimizer
 from shoal.errors import LayoutError
 from shoal.parallel.communication import Axis
 from shoal.parallel.optimizer.composed import Composed, OptimizerPart, copy_settings, loss_of, title_of
+from shoal.parallel.optimizer.optimizers import needs_all_parameters
 from shoal.parallel.optimizer.owners import Owners
-from shoal.parallel.owned import Owned
+from shoal.parallel.owned import NO_NORM, Owned
 from shoal.parallel.parallel import Parallel
 
 __all__ = ["WholeParameters"]
@@ -46,7 +47,7 @@ class WholeParameters(Composed):
 
     Raises:
         LayoutError: Tensor or expert parallelism cuts one of the parameters, or one does not belong to
-            `parallel`.
+            `parallel`; or the optimizer needs all parameters, and a rank steps some of them.
     """
 
     def __init__(
@@ -66,6 +67,15 @@ class WholeParameters(Composed):
         self._optimizer = make(
             [_with_params(group, self._whole_of) for group in self.param_groups], **options
         )
+        if needs_all_parameters(self._optimizer) and (
+            self._owners or any(hasattr(each, NO_NORM) for each in trained)
+        ):
+            raise LayoutError(
+                f"{title_of(self._optimizer)} makes its step from all parameters together, and under the "
+                f"Plan {parallel.plan} a rank steps some of them",
+                possible="a Plan without shard, tp, ep and pp, or an optimizer such as AdamW",
+                change="change the Plan or the optimizer",
+            )
         self.defaults.update(self._optimizer.defaults)
         copy_settings(self._optimizer.param_groups, self.param_groups)
 
