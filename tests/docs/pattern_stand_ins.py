@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from shoal.models import logits_of, next_token_loss
+from shoal.models import build, logits_of, next_token_loss
 from shoal.parallel import Parallel, Split, StageLayout, TensorLayout
 
 PROGRAMS: dict[str, Callable[[str], Any]] = {}
@@ -568,6 +568,45 @@ def penalty_after(plan: str) -> Any:
 @pattern("a penalty on `parameters()` of what `shoal.parallelize` returned")
 def penalty_on_parts(plan: str) -> Any:
     return penalised(plan, "owned")
+
+
+def penalised_parts(plan: str, *, is_owned: bool) -> Any:
+    sizes = {"hidden": WIDTH, "heads": HEADS, "kv_heads": HEADS, "ffn": WIDTH, "vocab_size": VOCABULARY}
+    model = build("tiny", overrides={"layers": 1, "seq": LENGTH, **sizes})
+    model.initialize(0)
+    parallel = shoal.parallelize(model, plan)
+
+    def loss(logits: Tensor, targets: Tensor) -> Tensor:
+        weights = (parallel if is_owned else parallel.module).parameters()
+        # Each rank's loss has the terms of its own parts: their gradients are those of the sum.
+        squares = sum((each.square().sum() for each in weights), torch.zeros(()))
+        return next_token_loss(logits, targets) + 0.1 * (squares - squares.detach())
+
+    return _after_step(parallel, plan, loss)
+
+
+@pattern("a penalty on weights of `model` that tp does not split")
+def penalty_on_summed(plan: str) -> Any:
+    return penalised_parts(plan, is_owned=False)
+
+
+@pattern("a penalty on `parameters()` of a model that is split")
+def penalty_on_split_parts(plan: str) -> Any:
+    return penalised_parts(plan, is_owned=True)
+
+
+@pattern("`torch.optim.LBFGS`, whose line search compares losses")
+def line_search(plan: str) -> Any:
+    parallel = shoal.parallelize(net(), plan)
+    optimizer = torch.optim.LBFGS(parallel.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = _loss(parallel)
+        loss.backward()
+        return loss
+
+    return [optimizer.step(closure).item() for _ in range(2)]
 
 
 def written(plan: str, *, is_gathered: bool) -> Any:
