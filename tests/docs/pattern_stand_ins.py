@@ -531,6 +531,23 @@ def gradient_of_embeddings(plan: str) -> Any:
 # -- the module itself -------------------------------------------------------------------------------
 
 
+@pattern("`children()`, `apply(function)`, `train()` and `eval()`")
+def children(plan: str) -> Any:
+    model = Decoder(lambda: Attention("width"))
+    expected = list(model.named_children())
+    parallel = shoal.parallelize(model, plan)
+    assert list(parallel.named_children()) == expected
+    assert list(parallel.children()) == [child for _, child in expected]
+    for mode, change in ((False, parallel.eval), (True, parallel.train)):
+        assert change() is parallel
+        seen: list[nn.Module] = []
+        assert parallel.apply(seen.append) is parallel
+        assert seen[-1] is model
+        assert set(seen) == set(model.modules())
+        assert {each.training for each in (parallel, *seen)} == {mode}
+    return len(expected)
+
+
 @pattern("`named_modules()` and `get_submodule()` beside `named_parameters()`")
 def names(plan: str) -> Any:
     model = Decoder(lambda: Attention("width"))
