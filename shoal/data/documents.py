@@ -16,7 +16,8 @@ from shoal.errors import DataError
 
 __all__ = ["Document", "holds_ids", "open_ids", "read_documents"]
 
-_PROSE = ".txt", ".md"  # suffixes of files whose bytes have to be UTF-8
+_PROSE = ".txt", ".md", ".json"  # suffixes of files whose bytes have to be UTF-8
+_COMPRESSED = ".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tgz", ".tar"
 PIECE_BYTES = 1 << 20
 """Longer files of text are read in pieces of about this size, each ending with a line."""
 
@@ -100,11 +101,12 @@ def read_documents(file: SourceFile, field: str) -> Iterator[Document]:
         field: The column, or the field of a .jsonl line, that holds the text.
 
     Raises:
-        DataError: The file cannot be read, does not hold text in `field`, or is a .txt or .md file in another
-            encoding than UTF-8.
+        DataError: The file cannot be read, does not hold text in `field`, is compressed, or is a .txt, .md or
+            .json file in another encoding than UTF-8.
         MissingExtraError: Parquet needs the package `pyarrow`.
     """
     if not holds_rows(file):
+        _require_plain(file)
         document = Document(file.name, iter(()))
         document.pieces = _read_text(file, document)
         yield document
@@ -124,6 +126,16 @@ def _read_text(file: SourceFile, document: Document) -> Iterator[bytes]:
                 _require_utf8(file, piece, source.tell() - len(piece))
             yield piece
         document.ends = source.tell() >= file.size
+
+
+def _require_plain(file: SourceFile) -> None:
+    """Check that a file is no archive, whose bytes are not those of the text."""
+    if file.path.suffix.lower() in _COMPRESSED:
+        raise DataError(
+            f"{file.place!r} is compressed or an archive, and its bytes would be read as text",
+            possible="files of text, and rows in .jsonl, .csv, .tsv and .parquet files",
+            change="unpack it first; or give it another suffix, so that its bytes are read as they are",
+        )
 
 
 def _require_utf8(file: SourceFile, piece: bytes, begin: int) -> None:

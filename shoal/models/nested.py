@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["map_children", "map_tensors", "tensors_in"]
+from shoal.errors import ModelError
+
+__all__ = ["map_children", "map_tensors", "refuse_hidden", "tensors_in"]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
@@ -26,6 +28,24 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name, None))
+
+
+def refuse_hidden(value: Any, function: str) -> None:
+    """Check that a value in a batch is not an object with tensors that `function` would leave uncut.
+
+    Raises:
+        ModelError: It has tensors in its attributes, which `map_children` does not change.
+    """
+    is_seen = isinstance(value, torch.Tensor | Mapping | list | tuple) or dataclasses.is_dataclass(value)
+    if is_seen or isinstance(value, type | torch.nn.Module):
+        return
+    slots = {name: getattr(value, name, None) for name in getattr(type(value), "__slots__", ())}
+    if next(tensors_in({**slots, **getattr(value, "__dict__", {})}), None) is not None:
+        raise ModelError(
+            f"{function}() was given a {type(value).__name__}, whose tensors it cannot cut",
+            possible="tensors, alone or in dicts, lists, tuples and dataclasses",
+            change=f"make {type(value).__name__} a dataclass, or give its tensors in a dict",
+        )
 
 
 def map_tensors(change: Callable[[torch.Tensor], Any], value: Any) -> Any:

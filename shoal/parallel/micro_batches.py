@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from shoal.errors import ModelError, PlanError
-from shoal.models.nested import map_children, tensors_in
+from shoal.models.nested import map_children, refuse_hidden, tensors_in
 from shoal.parallel.communication import Axis
 from shoal.plan import Plan, SettledPlan
 from shoal.record import NullRecorder, Recorder
@@ -43,7 +43,8 @@ def own_rows(batch: Batch, plan: Plan, dp: Axis) -> Batch:
 
     Raises:
         PlanError: The batch does not divide, or the ranks would have to be padded.
-        ModelError: It holds no tensor with rows, or tensors with different numbers of rows.
+        ModelError: It holds no tensor with rows, tensors with different numbers of rows, or an object of
+            another kind that has tensors.
     """
     lengths = [len(tensor) for tensor in tensors_in(batch) if tensor.dim()]
     if not lengths:
@@ -73,6 +74,7 @@ def _cut(value: Any, count: int, rows: slice) -> Any:
         return value[rows] if value.ndim and len(value) == count else value
     if isinstance(value, list | tuple) and len(value) == count and not any(map(_has_tensors, value)):
         return value[rows]
+    refuse_hidden(value, "local")
     return map_children(partial(_cut, count=count, rows=rows), value)
 
 

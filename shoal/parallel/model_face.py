@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
@@ -34,6 +34,21 @@ class ModelFace(nn.Module):
         The names fit those of `named_parameters()`. In a pipeline other stages' parts are placeholders.
         """
         yield from self.module.named_modules(memo, prefix, remove_duplicate)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the model's own children with their names, as the model itself does."""
+        yield from self.module.named_children()
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the model to training or evaluation; return this object."""
+        self.training = mode
+        self.module.train(mode)
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], object]) -> Self:
+        """Call a function with each module of the model, and with the model; return this object."""
+        self.module.apply(fn)
+        return self
 
     def get_submodule(self, target: str) -> nn.Module:
         """Return a module by its name in `named_modules()`."""

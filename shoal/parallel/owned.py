@@ -135,6 +135,11 @@ class Frozen:
     family: Family
     shard: Axis | None = None
 
+    @property
+    def block_shape(self) -> tuple[int, ...]:
+        """Return the shape of the block of which `local` has rows."""
+        return self.shape if self.cut is None else self.cut.block_shape
+
 
 def as_sharded(local: torch.Tensor, shape: tuple[int, ...], axis: Axis) -> torch.Tensor:
     """Return a DTensor of `shape` whose rows on this rank of the axis are `local`, in the same memory.
@@ -199,7 +204,7 @@ def fixed_parameters(module: nn.Module, frozen: Sequence[Frozen]) -> dict[str, n
     shown = dict(module.named_parameters())
     for each in frozen:
         if each.shard is not None:
-            part = as_sharded(each.local, each.shape, each.shard)
+            part = as_sharded(each.local, each.block_shape, each.shard)
             shown[each.name] = nn.Parameter(part, requires_grad=False)
         elif each.local.data_ptr() != shown[each.name].data_ptr():
             shown[each.name] = nn.Parameter(each.local, requires_grad=False)

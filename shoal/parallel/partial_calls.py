@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from torch.nn.utils import clip_grad
 from shoal.errors import LayoutError
 from shoal.parallel.axes import Axes
 from shoal.parallel.loss_terms import mark_summed, require_no_terms
-from shoal.parallel.owned import NO_NORM, Mark, Owned
+from shoal.parallel.owned import NO_NORM, Mark, Owned, local_part
 
 __all__ = ["mark_parts"]
 
@@ -102,11 +102,27 @@ def _of_whole_gradients(function: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
+class _Given(NamedTuple):
+    """What a GradScaler reads of an optimizer."""
+
+    param_groups: list[dict[str, Any]]
+
+
+def _with_own_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a parameter with its gradient: torch takes no DTensors beside tensors."""
+    if parameter.grad is None or not hasattr(parameter, _PARTS):
+        return parameter
+    own = local_part(parameter).detach()
+    own.grad = local_part(parameter.grad)
+    return own
+
+
 def _on_all_parts(unscale: Callable[..., dict[torch.device, torch.Tensor]]) -> Callable[..., Any]:
     @wraps(unscale)
     def checked(scaler: Any, optimizer: Any, *arguments: Any) -> dict[torch.device, torch.Tensor]:
-        found = unscale(scaler, optimizer, *arguments)
         given = [each for group in optimizer.param_groups for each in group["params"]]
+        parts_here = _Given([{"params": [_with_own_gradient(each) for each in given]}])
+        found = unscale(scaler, parts_here, *arguments)
         # torch changes gradients there without counting it, and norms may be known from before.
         torch.autograd.graph.increment_version([each.grad for each in given if each.grad is not None])
         parts = {mark(): each.device for each in given if (mark := getattr(each, _PARTS, None)) is not None}

@@ -78,7 +78,7 @@ class State:
                 frozen = self._frozen[name]
                 state[key] = frozen.local
                 if frozen.shard is not None:
-                    state[key] = as_sharded(frozen.local, frozen.shape, frozen.shard)
+                    state[key] = as_sharded(frozen.local, frozen.block_shape, frozen.shard)
         return {**state, **self._whole.buffers_of(self._module)}
 
     def load(self, given: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
@@ -95,9 +95,9 @@ class State:
             ModelError: A tensor has another shape, or names differ and `strict` is set.
         """
         given = {plain_key(key): value for key, value in given.items()}
-        missing, unexpected = self._require_fit(
-            {key: _shape_of(value) for key, value in given.items()}, strict
-        )
+        shapes = {key: _shape_of(value) for key, value in given.items()}
+        is_own = not self._cuts and shapes.keys() == self.named().keys()  # a stage has no others
+        missing, unexpected = self._require_fit(shapes, strict and not is_own)
         for key, take in list(self._takers(given)):
             take(given[key])
         self.loads.update({self._whole.keys[key] for key in given if key in self._whole.keys})

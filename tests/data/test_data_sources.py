@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import sys
@@ -264,12 +265,20 @@ def test_text_is_refused_by_a_tokenizer_of_ids(tmp_path: Path, configure: Config
         prepare(configure(tmp_path / "a.txt", tokenizer="ids:10"))
 
 
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.txt.GZ", "a.zip"])
+def test_a_compressed_file_is_not_read_as_text(tmp_path: Path, configure: Configure, name: str) -> None:
+    (tmp_path / name).write_bytes(gzip.compress(b'{"text": "fish"}\n' * 99))
+    with pytest.raises(DataError, match=f"{name}.*is compressed"):
+        prepare(configure(tmp_path / name))
+
+
 @pytest.mark.parametrize(
     ("name", "content", "place"),
     [
         ("a.txt", b"fish\ncaf\xe9 and fish\n", "its byte 8 is 0xe9"),
         ("a.md", "fish".encode("utf-16"), "its byte 0 is 0xff"),
         ("a.txt", "fish".encode("utf-16-le"), "its byte 1 is 0x00"),
+        ("a.json", b'["caf\xe9"]', "its byte 5 is 0xe9"),
     ],
 )
 def test_prose_in_another_encoding_is_refused_by_name(

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -62,6 +63,10 @@ class Attention(nn.Module):
 
     def split(self, hidden: Tensor, projected: Tensor) -> Tensor:
         batch, seq, _ = hidden.shape
+        if self.view == "chunks":
+            return torch.stack(projected.chunk(HEADS, -1), 1)
+        if self.view == "unflatten":
+            return projected.unflatten(-1, (HEADS, WIDTH // HEADS)).transpose(1, 2)
         shapes = {
             "numbers": (batch, seq, HEADS, WIDTH // HEADS),
             "heads": (batch, seq, HEADS, -1),
@@ -409,6 +414,15 @@ def unequal_rows(plan: str) -> Any:
     return shoal.parallelize(nn.Linear(2, 2), plan).local({"tokens": TOKENS, "targets": TARGETS[:3]})
 
 
+@pattern(
+    "an object with tensors, which is no dataclass, in `model.local(batch)` or `model.local_sequence(batch)`"
+)
+def hidden_tensors(plan: str) -> Any:
+    parallel = shoal.parallelize(llama() if "cp" in plan else net(), plan)
+    batch = {"tokens": TOKENS, "more": SimpleNamespace(targets=TARGETS)}
+    return parallel.local(parallel.local_sequence(batch))
+
+
 # -- tensor parallelism ------------------------------------------------------------------------------
 
 
@@ -421,6 +435,18 @@ def heads_by_numbers(plan: str) -> Any:
 @pattern("attention with `view(B, T, heads, -1)`")
 def heads_by_their_number(plan: str) -> Any:
     parallel = shoal.parallelize(Decoder(lambda: Attention("heads")), plan)
+    return _after_step(parallel, plan, next_token_loss)
+
+
+@pattern("attention with `unflatten(-1, (heads, head_dim))`")
+def heads_unflattened(plan: str) -> Any:
+    parallel = shoal.parallelize(Decoder(lambda: Attention("unflatten")), plan)
+    return _after_step(parallel, plan, next_token_loss)
+
+
+@pattern("attention with `chunk(heads, -1)`")
+def heads_in_chunks(plan: str) -> Any:
+    parallel = shoal.parallelize(Decoder(lambda: Attention("chunks")), plan)
     return _after_step(parallel, plan, next_token_loss)
 
 
@@ -490,7 +516,36 @@ def own_loss(plan: str) -> Any:
     return _after_step(parallel, plan, loss)
 
 
+@pattern("the gradient of `inputs_embeds`, as of a prompt that is trained")
+def gradient_of_embeddings(plan: str) -> Any:
+    parallel = shoal.parallelize(llama(), plan)
+    prompt = torch.linspace(-1, 1, LENGTH * WIDTH).view(1, LENGTH, WIDTH).requires_grad_(True)
+    embeds = prompt * torch.arange(1, 5)[:, None, None]
+    output = parallel(inputs_embeds=parallel.local(embeds))
+    (next_token_loss(output, parallel.local(TARGETS)) / parallel.axes.dp.size).backward()
+    assert prompt.grad is not None
+    parallel.axes.dp.all_reduce(prompt.grad, "prompt").wait()
+    return [prompt.grad, parallel.gradient_norm() * parallel.axes.dp.size]
+
+
 # -- the module itself -------------------------------------------------------------------------------
+
+
+@pattern("`children()`, `apply(function)`, `train()` and `eval()`")
+def children(plan: str) -> Any:
+    model = Decoder(lambda: Attention("width"))
+    expected = list(model.named_children())
+    parallel = shoal.parallelize(model, plan)
+    assert list(parallel.named_children()) == expected
+    assert list(parallel.children()) == [child for _, child in expected]
+    for mode, change in ((False, parallel.eval), (True, parallel.train)):
+        assert change() is parallel
+        seen: list[nn.Module] = []
+        assert parallel.apply(seen.append) is parallel
+        assert seen[-1] is model
+        assert set(seen) == set(model.modules())
+        assert {each.training for each in (parallel, *seen)} == {mode}
+    return len(expected)
 
 
 @pattern("`named_modules()` and `get_submodule()` beside `named_parameters()`")
@@ -506,6 +561,22 @@ def names(plan: str) -> Any:
         assert parallel.get_submodule(holder) is modules[holder]
         assert parallel.get_parameter(name) is parameter
     return len(modules)
+
+
+@pattern("`model.load_state_dict(model.state_dict())`, also of another model under the same Plan")
+def states_of_ranks(plan: str) -> Any:
+    parallel, other = (shoal.parallelize(llama(), plan) for _ in range(2))
+    with torch.no_grad():
+        for each in parallel.parameters():
+            each.mul_(2)
+    other.load_state_dict(parallel.state_dict())
+    kept = copy.deepcopy(other.state_dict())
+    with torch.no_grad():
+        for each in other.parameters():
+            each.zero_()
+    other.load_state_dict(kept)
+    with torch.no_grad():
+        return [logits_of(each(TOKENS)) for each in (parallel, other)]
 
 
 @pattern("read an attribute of the model, such as `model.config`")
@@ -819,6 +890,22 @@ def unfreezing(plan: str) -> Any:
             each.requires_grad_(trains)
         _step(optimizer, _loss(parallel))
     return _weights(parallel)
+
+
+@pattern(
+    "gradual unfreezing by `requires_grad_()` on modules: `model.module.requires_grad_(False)`, later `True`"
+)
+def unfreezing_modules(plan: str) -> Any:
+    parallel = shoal.parallelize(Decoder(lambda: Attention("width")), plan)
+    optimizer = momentum(parallel)
+    found = []
+    for trains in (False, True, False, True):
+        parallel.module.embed.requires_grad_(trains)
+        parallel.module.blocks[:2].requires_grad_(trains)
+        found.append(_after_step(parallel, plan, next_token_loss))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found
 
 
 @pattern("train parameters that were frozen before `parallelize`")

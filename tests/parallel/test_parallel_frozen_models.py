@@ -129,3 +129,20 @@ def test_a_frozen_model_is_saved_and_loaded_and_gives_gradients_of_inputs(ranks,
 def test_a_trainer_refuses_a_model_without_trained_parameters():
     with pytest.raises(ModelError, match="no parameter that requires a gradient"):
         shoal.Trainer(teacher(), [tokens()[0]] * 4, "", batch=2, steps=1)
+
+
+def shapes_of_frozen_and_trained(plan):
+    """Shapes of the parts of a frozen and of a trained model, and whether the average of both is one."""
+    trained, frozen = parallelize(transformer(), plan), parallelize(teacher(), plan)
+    pairs = list(zip(trained.parameters(), frozen.parameters(), strict=True))
+    with torch.no_grad():
+        for own, other in pairs:
+            other.lerp_(own, 1.0)
+    return [(tuple(own.shape), tuple(other.shape)) for own, other in pairs], frozen.full_state_dict()
+
+
+@pytest.mark.parametrize("plan", ["dp=2,shard=zero3", "dp=2,tp=2,shard=zero3"])
+def test_parts_of_a_frozen_model_have_the_shapes_of_a_trained_one(ranks, plan):
+    results = ranks.run(shapes_of_frozen_and_trained, Plan.parse(plan).ranks, plan)
+    assert all(own == other for shapes, _ in results for own, other in shapes)
+    torch.testing.assert_close(results[0][1], dict(transformer().state_dict()), rtol=0, atol=0)

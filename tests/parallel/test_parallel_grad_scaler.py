@@ -17,9 +17,21 @@ OPTIMIZERS = {
 }
 
 
+class Scaled(nn.Module):
+    """A parameter without dims, which ranks do not share, beside others that they do."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, inputs):
+        return inputs * self.factor
+
+
 def net():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 5), nn.Sequential(nn.Tanh(), nn.Linear(5, 5)), nn.Linear(5, 3))
+    inner = nn.Sequential(nn.Tanh(), nn.Linear(5, 5))
+    return nn.Sequential(Scaled(), nn.Linear(6, 5), inner, nn.Linear(5, 3))
 
 
 def samples(step, ranks):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import PlanError
-from shoal.models.nested import map_children, tensors_in
+from shoal.models.nested import map_children, refuse_hidden, tensors_in
 from shoal.parallel.axes import Axes
 from shoal.parallel.communication import Axis
 
@@ -137,6 +137,7 @@ def local_sequences(batch: Batch, axis: Axis, attention: str) -> Batch:
         if isinstance(value, Tensor):
             is_cut = value.dim() > 1 and value.shape[1] == length
             return local_sequence(value, axis, attention) if is_cut else value
+        refuse_hidden(value, "local_sequence")
         whole = _named(value).get("position_ids")
         return map_children(lambda each: each if each is whole else cut(each), value)
 

@@ -188,12 +188,18 @@ class GradientReduction:
     def reduce_early(self, positions: Sequence[int]) -> None:
         """Start these buckets, by position, if in the first backward they were complete here on every rank.
 
-        The place in backward at which the root's gradients are complete is not known before that.
+        The place in backward at which the root's gradients are complete is not known before that. A bucket
+        of which a part was frozen then is never started early: it may be trained later.
         """
         if self._early is not None:
             self.reduce(self._early)
         elif not self._paused and not self._complete_here:
-            self._complete_here = {position: self._missing[position] == 0 for position in positions}
+            self._complete_here = {position: self._is_complete(position) for position in positions}
+
+    def _is_complete(self, position: int) -> bool:
+        """Return whether all parameters of a bucket have got their gradients in this backward."""
+        parameters = self._sums[position].bucket.parameters
+        return self._missing[position] == 0 and all(each.requires_grad for each in parameters)
 
     def _hook(self, position: int, index: int) -> Callable[[torch.Tensor], None]:
         # The garbage collector does not see what a parameter's hooks hold; so they must not hold the

@@ -37,6 +37,7 @@ from shoal.parallel.hugging_face.documents import (
     decoder_of,
     padding_before,
 )
+from shoal.parallel.hugging_face.given_embeddings import sum_gradients_of_embeddings
 from shoal.parallel.hugging_face.layout import along_the_sequence, splits_attention
 from shoal.parallel.tensor.named_layers import matching_modules
 from shoal.parallel.tensor.tensor_layout import Split, TensorLayout
@@ -73,6 +74,7 @@ def split_stream(model: Any, layout: TensorLayout, axes: Axes) -> None:
         layout: The layout by which it is split.
         axes: The Plan's axes.
     """
+    sum_gradients_of_embeddings(model, axes.tp)
     model.base_model.register_forward_pre_hook(partial(_embedded, axis=axes.tp), with_kwargs=True)
     find_blocks(model.base_model)[0].register_forward_pre_hook(
         partial(_own_part, axis=axes.tp), with_kwargs=True

@@ -24,8 +24,19 @@ from shoal.parallel.tensor.tensor_layout import Split
 
 __all__ = ["watch_heads"]
 
-_WRONG_SHAPES = ("invalid for input of size", "must match", "cannot be multiplied")  # words of torch's errors
+_WRONG_SHAPES = (  # words of errors of torch, einops and Python
+    "invalid for input of size",
+    "must match",
+    "cannot be multiplied",
+    "multiply up to the size",
+    "sum exactly to",
+    "must divide the number of heads",
+    "Expected size for first two dimensions",
+    "Shape mismatch",
+    "values to unpack",
+)
 _VIEWS = {torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default}
+_PARTS = {torch.ops.aten.split.Tensor, torch.ops.aten.unsafe_split.Tensor}
 
 
 def watch_heads(name: str, module: nn.Module, split: Split, size: int) -> None:
@@ -64,7 +75,7 @@ def _watched(
         try:
             with watch:
                 result = forward(*arguments, **named)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             if not any(words in str(error) for words in _WRONG_SHAPES):
                 raise
             child, units = next(iter(heads.items()))
@@ -97,20 +108,26 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _VIEWS and args[0].untyped_storage().data_ptr() in self._seen:
+        if func in _VIEWS | _PARTS and args[0].untyped_storage().data_ptr() in self._seen:
             child, units, output = self._seen[args[0].untyped_storage().data_ptr()]
-            if args[0].shape == output.shape and not _keeps_heads(result.shape, output, units, self._size):
+            own = max(1, units // self._size)
+            if args[0].shape != output.shape:
+                return result
+            if func in _PARTS and result[0].shape[:-1] == output.shape[:-1] and len(result) == units > own:
+                what = f"cut into {units} heads of {result[0].shape[-1]} features"
+                raise _refused(self._name, child, units, self._size, what)
+            if func in _VIEWS and not _keeps_heads(result.shape, output, units, own):
                 raise _refused(self._name, child, units, self._size, f"viewed as {list(result.shape)}")
         return result
 
 
-def _keeps_heads(shape: torch.Size, output: Tensor, units: int, size: int) -> bool:
-    """Return whether a view keeps a rank's heads, and its samples and positions, apart."""
+def _keeps_heads(shape: torch.Size, output: Tensor, units: int, own: int) -> bool:
+    """Return whether a view keeps a rank's own heads, and its samples and positions, apart."""
     if len(shape) < 2:
         return True
     for first in range(len(shape) - 1, -1, -1):
         if math.prod(shape[first:]) == output.shape[-1]:
-            return first == len(shape) - 1 or shape[first] != units or units == max(1, units // size)
+            return first == len(shape) - 1 or shape[first] != units or units == own
     return False
 
 
