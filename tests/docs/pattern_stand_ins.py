@@ -380,6 +380,18 @@ def returned_objects(plan: str) -> Any:
     return [objects["logits"], objects["sizes"].tolist(), own.logits]
 
 
+@pattern("ask for some logits with `logits_to_keep=2`")
+def some_logits(plan: str) -> Any:
+    parallel = shoal.parallelize(llama(), plan)
+    with torch.no_grad():
+        return logits_of(parallel(TOKENS, logits_to_keep=2))
+
+
+@pattern("ask for some logits of a sequence that is split with `logits_to_keep=2`")
+def some_logits_of_parts(plan: str) -> Any:
+    return some_logits(plan)
+
+
 @pattern("ask for tuples with `return_dict=False`")
 def tuples(plan: str) -> Any:
     parallel = shoal.parallelize(llama(), plan)
