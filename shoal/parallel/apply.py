@@ -29,7 +29,7 @@ from shoal.parallel.exchange.compressing import Compressing
 from shoal.parallel.expert.expert import cut_experts, expert_parallel, require_experts
 from shoal.parallel.first_values import take_first_values
 from shoal.parallel.float8 import use_float8
-from shoal.parallel.hugging_face.layout import has_tensor_plan
+from shoal.parallel.hugging_face.layout import has_tensor_plan, refuse_some_logits
 from shoal.parallel.hugging_face.routers import RouterLogits, gather_router_logits
 from shoal.parallel.hugging_face.sequence import refuse_own_loss, split_stream, use_no_cache
 from shoal.parallel.model_requirements import plan_of, require_blocks, require_module, require_parameters
@@ -211,6 +211,8 @@ def _divide_layers(
         use_no_cache(model)
         if plan.cp > 1 or (layout is not None and (plan.tensor != "plain" or layout.head is not None)):
             refuse_own_loss(model)
+        if plan.cp > 1 or (layout is not None and plan.tensor != "plain"):
+            refuse_some_logits(model)
         gather_router_logits(model, axes)
     context_parallel(model, axes.cp, plan.context)
     _limit_samples(model, plan.cp)

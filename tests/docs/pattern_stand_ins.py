@@ -9,12 +9,14 @@ from __future__ import annotations
 import copy
 import io
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -291,6 +293,135 @@ def hidden_states(plan: str) -> Any:
 
 
 # -- pipelines ---------------------------------------------------------------------------------------
+
+
+def _with_hidden(output: Any, targets: Tensor, number: int) -> Tensor:
+    value: Tensor = next_token_loss(output.logits, targets) + output.hidden_states[number].square().mean()
+    return value
+
+
+@pattern("a loss over `output.hidden_states[-1]`")
+def last_hidden_state(plan: str, number: int = -1) -> Any:
+    parallel = shoal.parallelize(llama(), plan)
+    pairs = [
+        ({"input_ids": each, "output_hidden_states": True}, each.roll(-1, 1)) for each in TOKENS.split(2)
+    ]
+    return _after_steps(parallel, pairs, lambda output, targets: _with_hidden(output, targets, number))
+
+
+@pattern("a loss over other elements of `output.hidden_states`")
+def other_hidden_states(plan: str) -> Any:
+    return last_hidden_state(plan, 1)
+
+
+class Returning(Decoder):
+    """A model that calls its blocks by names, and returns more or other things than logits."""
+
+    def __init__(self, wanted: str) -> None:
+        super().__init__(lambda: Attention("width"))
+        self.wanted = wanted
+        self.blocks = nn.ModuleList(Masked() for _ in range(4))
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Any:
+        hidden = [self.embed(tokens)]
+        for block in self.blocks:
+            hidden.append(block(mask=mask, hidden=hidden[-1]))
+        logits = self.head(hidden[-1])
+        if self.wanted == "hidden":
+            return {"logits": logits, "hidden": hidden}
+        if self.wanted == "objects":
+            return defaultdict(list, logits=logits, sizes=np.array(logits.shape), names={"logits"})
+        return Answer(logits) if self.wanted == "class" else logits
+
+
+class Masked(nn.Module):
+    """A layer whose hidden state comes by its name, after another tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden: Tensor, mask: Tensor) -> Tensor:
+        return hidden + torch.tanh(self.inner(hidden)) * mask
+
+
+class Answer:
+    """An output of the user's own class."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self.logits = logits
+
+
+MASK = torch.linspace(0, 1, 4 * LENGTH).view(4, LENGTH, 1)
+
+
+def _returned(plan: str, wanted: str) -> Any:
+    torch.manual_seed(0)
+    parallel = shoal.parallelize(Returning(wanted), plan)
+    with torch.no_grad():
+        return parallel(TOKENS, MASK)
+
+
+@pattern("blocks that are called by names, the hidden state after a mask")
+def called_by_names(plan: str) -> Any:
+    torch.manual_seed(0)
+    parallel = shoal.parallelize(Returning("logits"), plan)
+    pairs = [
+        ((tokens, mask), tokens.roll(-1, 1))
+        for tokens, mask in zip(TOKENS.split(2), MASK.split(2), strict=True)
+    ]
+    return [*_after_steps(parallel, pairs, next_token_loss), _returned(plan, "logits")]
+
+
+@pattern("a model that returns the hidden states of its blocks beside the logits")
+def returned_hidden_states(plan: str) -> Any:
+    return _returned(plan, "hidden")
+
+
+@pattern("a model that returns a `defaultdict`, NumPy arrays, sets, or an object of its own class")
+def returned_objects(plan: str) -> Any:
+    objects, own = _returned(plan, "objects"), _returned(plan, "class")
+    assert objects["names"] == {"logits"}
+    return [objects["logits"], objects["sizes"].tolist(), own.logits]
+
+
+@pattern("ask for some logits with `logits_to_keep=2`")
+def some_logits(plan: str) -> Any:
+    parallel = shoal.parallelize(llama(), plan)
+    with torch.no_grad():
+        return logits_of(parallel(TOKENS, logits_to_keep=2))
+
+
+@pattern("ask for some logits of a sequence that is split with `logits_to_keep=2`")
+def some_logits_of_parts(plan: str) -> Any:
+    return some_logits(plan)
+
+
+@pattern("ask for tuples with `return_dict=False`")
+def tuples(plan: str) -> Any:
+    parallel = shoal.parallelize(llama(), plan)
+    with torch.no_grad():
+        return logits_of(parallel(TOKENS, return_dict=False)[0])
+
+
+@pattern("evaluate within `torch.inference_mode()`, then train")
+def inference_mode(plan: str) -> Any:
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    parallel = shoal.parallelize(llama(rope_parameters=rope), plan)
+    with torch.inference_mode():
+        logits = logits_of(parallel(TOKENS[:, :8])).clone()
+    pairs = [(each, each.roll(-1, 1)) for each in TOKENS.split(2)]
+    return [logits.tolist(), *_after_steps(parallel, pairs, next_token_loss)]
+
+
+@pattern("a first micro-batch whose labels all are -100")
+def nothing_counts(plan: str) -> Any:
+    parallel = shoal.parallelize(llama(), plan)
+    ignored = torch.full_like(TOKENS, -100)
+    with torch.no_grad():
+        first = parallel(input_ids=TOKENS, labels=ignored)
+        second = parallel(input_ids=TOKENS, labels=TOKENS)
+    return [float(first.loss.isnan()), second.loss.item()]
 
 
 @pattern("call `loss.backward()` on the output")

@@ -1,6 +1,7 @@
 """Recompute in some of the blocks: trainings have the bits of those without."""
 
 import math
+from collections import Counter
 
 import pytest
 import torch
@@ -38,25 +39,28 @@ def test_recompute_in_some_blocks_changes_no_bit(ranks, tmp_path, plan, recomput
 
 
 class Counted(nn.Linear):
-    """A block that counts its forwards."""
+    """A block whose forwards are counted, outside of its state."""
 
-    calls = 0
+    def __init__(self, calls):
+        super().__init__(4, 4)
+        self.note = lambda: calls.update([id(self)])
 
     def forward(self, values):
-        self.calls += 1
+        self.note()
         return super().forward(values)
 
 
 @pytest.mark.parametrize("policy", ["full", "selective"])
 @pytest.mark.parametrize("again", [(), (0,), (0, 2), (0, 1, 2)])
 def test_the_blocks_that_recompute_are_made_again(policy, again):
-    blocks = [Counted(4, 4) for _ in range(3)]
+    calls = Counter()
+    blocks = [Counted(calls) for _ in range(3)]
     compile_blocks(blocks, policy, again=again)
     values = torch.ones(2, 4, requires_grad=True)
     for block in blocks:
         values = block(values).relu()
     values.sum().backward()
-    assert [block.calls for block in blocks] == [1 + (number in again) for number in range(3)]
+    assert [calls[id(block)] for block in blocks] == [1 + (number in again) for number in range(3)]
 
 
 class Noisy(nn.Module):
@@ -146,13 +150,37 @@ class Counts(nn.Module):
         return values * (1 + 0.1 * self.seen) + 0.1 * self.number
 
 
+class Unregistered(nn.Module):
+    """Keeps all that its forwards change in attributes, under names of all kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.number, self._warmth = 0, 1.0
+        self.seen, self.table = [], {"lengths": [0], "cached": None}
+        self.mean, self.queue = torch.zeros(6), torch.zeros(6)
+
+    def forward(self, values):
+        self.number += 1
+        self._warmth *= 0.9
+        self.seen.append(float(values.detach().mean()))
+        self.table["lengths"].append(len(self.seen))
+        self.table["cached"] = values.detach().mean(0)
+        self.mean = 0.9 * self.mean + 0.1 * values.detach().mean(0)  # another tensor
+        self.queue.mul_(0.9).add_(values.detach().mean(0))  # the same one
+        if not hasattr(self, "first"):
+            self.first = values.detach().mean()
+        factor = self._warmth + 0.1 * len(self.seen) + 0.01 * self.table["lengths"][-1] + self.first
+        return values * factor + self.mean + self.queue + self.table["cached"] + 0.1 * self.number
+
+
 def changing():
     """Three blocks whose forwards change their state in each of the ways that modules have."""
     torch.manual_seed(0)
 
     def block():
         normed = [nn.BatchNorm1d(6), nn.BatchNorm1d(6, momentum=None)]
-        inner = [nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), *normed, Counts(), nn.Tanh()]
+        inner = [nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), *normed, Counts(), Unregistered()]
+        inner.append(nn.Tanh())
         return nn.Sequential(nn.Linear(6, 6), nn.Sequential(*inner))
 
     return nn.Sequential(*(block() for _ in range(3)))
@@ -171,7 +199,8 @@ def gradients_and_state(recompute, retain):
             loss.backward(retain_graph=retain)
             if retain:
                 loss.backward()
-    numbers = [module.number for module in model.modules() if isinstance(module, Counts)]
+    numbers = [module.number for module in model.modules() if isinstance(module, Counts | Unregistered)]
+    numbers += [len(module.seen) for module in model.modules() if isinstance(module, Unregistered)]
     named = {name: parameter.grad for name, parameter in model.named_parameters()}
     return named | {name: buffer.clone() for name, buffer in model.named_buffers()}, numbers
 
@@ -180,7 +209,7 @@ def gradients_and_state(recompute, retain):
 def test_a_forward_that_is_run_again_finds_the_state_of_the_first_and_leaves_none(policy, retain):
     expected, counted = gradients_and_state("none", retain)
     found, numbers = gradients_and_state(policy, retain)
-    assert numbers == counted == [6, 6, 6]
+    assert numbers == counted == [6] * 9
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
@@ -190,8 +219,19 @@ def test_buffers_that_do_not_change_are_copied_once():
     block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False))
     block.register_buffer("mask", torch.ones(4))
     states = StatesBefore(block)
-    (_, first, _), (_, second, _) = states.take()[0], states.take()[0]
-    assert first["mask"][2] is second["mask"][2]
+    block.attribute = torch.ones(4)
+    (_, first, own), (_, second, other) = states.take()[0], states.take()[0]
+    assert first["mask"].copy is second["mask"].copy
+    assert own["attribute"].copy is other["attribute"].copy
+
+
+def test_an_attribute_that_each_forward_sets_is_not_copied():
+    block = nn.Linear(4, 4)
+    states = StatesBefore(block)
+    for number in range(3):
+        block.last = torch.full((4,), float(number))
+        taken = states.take()[0][2]["last"]
+    assert taken.copy is block.last
 
 
 def test_a_stage_has_its_share_of_the_number_rounded_up():

@@ -18,9 +18,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from shoal.errors import PlanError
+from shoal.errors import ModelError, PlanError
 from shoal.models import base_layer
 from shoal.parallel.tensor.tensor_layout import Split, TensorLayout
 
@@ -31,6 +31,7 @@ __all__ = [
     "layout_of_hugging_face",
     "needs_whole_sequence",
     "not_attention",
+    "refuse_some_logits",
     "splits_attention",
 ]
 
@@ -45,6 +46,22 @@ _HARMLESS_DROPOUT = ("attention", "attn", "classifier", "summary")  # in attenti
 def has_tensor_plan(model: nn.Module) -> bool:
     """Return whether a model has a configuration like those of transformers, which need not be installed."""
     return hasattr(getattr(model, "config", None), "base_model_tp_plan")
+
+
+def refuse_some_logits(model: nn.Module) -> None:
+    """Make a model refuse `logits_to_keep`: it would count from the end of this rank's part of a sequence."""
+    model.register_forward_pre_hook(_require_all_logits, with_kwargs=True)
+
+
+def _require_all_logits(model: nn.Module, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+    kept = named.get("logits_to_keep")
+    if isinstance(kept, Tensor) or kept:
+        raise ModelError(
+            f"logits_to_keep was given to {type(model).__name__}, and a rank has a part of each sequence",
+            possible="all logits, of which shoal.models.logits_of(output) gives a tensor to slice; or "
+            "tensor=plain and cp=1",
+            change="leave out logits_to_keep",
+        )
 
 
 def along_the_sequence(model: nn.Module) -> list[str]:

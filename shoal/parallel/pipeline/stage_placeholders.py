@@ -4,8 +4,8 @@ Before the stage's modules a gap returns values of its part's form, as far as th
 state alone, or a tuple with as many elements as the part returns, the first being the hidden state. The
 values do not matter, since the stage's first module gets the received hidden state in any case. In a stage's
 first forward they are NaN, so that a model shows if it does use them: where it adds a block's output to its
-input outside of the block. What a part returns beside the hidden state stays on its own stage, and any use of
-it elsewhere is an error.
+input outside of the block, or returns what its blocks gave. What a part returns beside the hidden state stays
+on its own stage, and any use of it elsewhere is an error.
 
 The number of elements that a part returns is seen where it runs, and told to later stages.
 
@@ -14,8 +14,10 @@ The first gap after the stage's modules ends the forward: its input is the stage
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, NamedTuple, Protocol, final
 
 import torch
@@ -77,6 +79,7 @@ class Forward:
         beside: What is sent beside the hidden state; None for nothing.
 
     Attributes:
+        beside: What is sent beside the hidden state; None for nothing.
         leaving: What the stage sends after its last module; None before.
         has_entered: Whether the stage's first module has got what the stage received.
         results: Number of elements that each part returns in a tuple; 0 for the hidden state alone; or
@@ -85,23 +88,25 @@ class Forward:
 
     def __init__(self, last: int, parts: int, beside: Beside | None = None) -> None:
         self.last = last
-        self._beside = beside
+        self.beside = beside
         self.leaving: Tensor | None = None
         self.has_entered = False
         self.results = [NOT_KNOWN] * parts
         self._entering: Tensor | None = None
         self._stop = 0
-        self._is_first = False
+        self._fill: float | None = None
 
     @contextmanager
-    def through(self, entering: Tensor | None, pieces: range, *, is_first: bool) -> Iterator[Forward]:
+    def through(
+        self, entering: Tensor | None, pieces: range, *, fill: float | None = None
+    ) -> Iterator[Forward]:
         """Run a forward through these pieces; `entering` is what the stage received.
 
-        With `is_first`, gaps return NaN.
+        Gaps return the number `fill` everywhere; by default what the stage received.
         """
-        if entering is not None and self._beside is not None:
-            entering = self._beside.enter(entering)
-        self._entering, self._stop, self._is_first = entering, pieces.stop, is_first
+        if entering is not None and self.beside is not None:
+            entering = self.beside.enter(entering)
+        self._entering, self._stop, self._fill = entering, pieces.stop, fill
         self.has_entered = entering is None
         try:
             yield self
@@ -113,11 +118,11 @@ class Forward:
         if self.has_entered or self._entering is None:
             return None
         self.has_entered = True
-        if self._beside is not None:
-            self._beside.begin()
+        if self.beside is not None:
+            self.beside.begin()
         if arguments:
             return (self._entering, *arguments[1:]), named
-        return arguments, named | {next(iter(named)): self._entering}
+        return arguments, named | {_name_of_hidden(_first_parameter(module), named): self._entering}
 
     def see(self, number: int, name: str, module: nn.Module, arguments: Any, result: Any) -> None:
         """Hook after a part: note how many elements it returns, for later stages.
@@ -142,25 +147,31 @@ class Forward:
             )
         self.results[number] = given
 
-    def pass_by(self, number: int, piece: int, arguments: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    def pass_by(self, number: int, piece: int, leaving: Any) -> Any:
         """Return the result of a gap in place of the part with this number, in this piece.
+
+        Args:
+            number: Number of the part.
+            piece: Number of its piece.
+            leaving: The hidden state that it was called with.
 
         Raises:
             EndOfStage: The gap is after the stage; its input is kept as `leaving`.
             ModelError: Its input has no hidden state, or the forward reached it out of order.
         """
         if piece >= self._stop:
-            leaving = next(iter((*arguments, *named.values())), None)
             if not isinstance(leaving, Tensor) or not leaving.is_floating_point():
                 raise disordered(f"piece {piece} of a model got no hidden state as its first argument")
-            self.leaving = leaving if self._beside is None else self._beside.leave(leaving)
+            self.leaving = leaving if self.beside is None else self.beside.leave(leaving)
             raise EndOfStage
         given = self.results[number]
         if self._entering is None or self.has_entered:
             raise disordered(
                 f"the forward reaches piece {piece} of a model after pieces that must come later"
             )
-        hidden = torch.full_like(self._entering, torch.nan) if self._is_first else self._entering.detach()
+        hidden = self._entering.detach()
+        if self._fill is not None:
+            hidden = torch.full_like(hidden, self._fill)
         return hidden if given in (0, NOT_KNOWN) else (hidden, *(_absent() for _ in range(given - 1)))
 
 
@@ -185,12 +196,13 @@ class Gap(nn.Module):
             self._forward_pre_hooks.update(place.part._forward_pre_hooks)
             self._forward_pre_hooks_with_kwargs.update(place.part._forward_pre_hooks_with_kwargs)
         self.__dict__["stands_for"] = place.part if stands_in else None  # not a child of this module
-        self._number, self._piece = place.number, place.piece
+        self._number, self._piece, self._first = place.number, place.piece, _first_parameter(place.part)
         self._forward = forward
 
     def forward(self, *arguments: Any, **named: Any) -> Any:
         """See `Forward.pass_by`."""
-        return self._forward.pass_by(self._number, self._piece, arguments, named)
+        leaving = arguments[0] if arguments else named.get(_name_of_hidden(self._first, named))
+        return self._forward.pass_by(self._number, self._piece, leaving)
 
     def __getattr__(self, name: str) -> Any:
         if name != "stands_for" and self.stands_for is not None:
@@ -228,6 +240,21 @@ def disordered(given: str) -> ModelError:
         possible="a StageLayout whose modules are called in its order, each with the hidden state",
         change="correct the StageLayout",
     )
+
+
+def _first_parameter(part: Any) -> str | None:
+    """Return the name of the first parameter of a method, or of a module's forward, which may be wrapped."""
+    return _first_of(type(part).forward, 1) if isinstance(part, nn.Module) else _first_of(part, 0)
+
+
+@cache
+def _first_of(function: Any, skipped: int) -> str | None:
+    return next(iter(list(inspect.signature(function).parameters)[skipped:]), None)
+
+
+def _name_of_hidden(first: str | None, named: Mapping[str, Any]) -> str:
+    """Return the name by which a part gets the hidden state: that of its first parameter."""
+    return first if first is not None and first in named else next(iter(named), "")
 
 
 def _absent() -> Tensor:

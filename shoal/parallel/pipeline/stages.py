@@ -18,11 +18,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
+from shoal.data.generators import generators_put_aside
 from shoal.errors import ModelError, PlanError
 from shoal.models import tensors_in
 from shoal.parallel.arguments import Arguments
+from shoal.parallel.pipeline.outputs import without_other_stages
 from shoal.parallel.pipeline.stage_layout import (
     StageLayout,
     named_part,
@@ -39,7 +42,7 @@ from shoal.parallel.pipeline.stage_placeholders import (
     Place,
     disordered,
 )
-from shoal.parallel.plain_state import StageStates
+from shoal.parallel.plain_state import StageStates, StatesBefore, restored
 
 __all__ = ["Stage", "take_stages"]
 
@@ -174,8 +177,31 @@ class Stage:
         """
         assert (hidden is None) == self.is_first
         is_first, self._is_seen = not self._is_seen, True
+        if not is_first:
+            return self._result(self._run(inputs, hidden))
+        before = StatesBefore(self.module).take()
+        output = self._run(inputs, hidden, fill=torch.nan)
+        if _has_nan(output) and not _has_nan(hidden):
+            with torch.no_grad(), restored(before), generators_put_aside():
+                other = self._run(inputs, hidden, fill=0.0)
+            if not all(map(torch.equal, _nan_in(output), _nan_in(other))):
+                raise ModelError(
+                    f"the forward of {type(self.module).__name__} uses the hidden state outside of the "
+                    "pieces, such as in a sum of a block's input and its output, or in its own output",
+                    possible="pieces that take the hidden state and return the next one: residuals within "
+                    "blocks; outputs made by the last pieces",
+                    change="put the sum into the block's forward, or use pp=1",
+                )
+        return self._result(output)
+
+    def _result(self, output: Any) -> Any:
+        if not self.is_last:
+            return output
+        return without_other_stages(output, has_routers=self._forward.beside is not None)
+
+    def _run(self, inputs: Any, hidden: Tensor | None, fill: float | None = None) -> Any:
         with (
-            self._forward.through(hidden, self.pieces, is_first=is_first) as forward,
+            self._forward.through(hidden, self.pieces, fill=fill) as forward,
             self._gaps(),
             self.states.of(self.index),
         ):
@@ -190,13 +216,6 @@ class Stage:
             raise disordered(
                 f"the forward of {type(self.module).__name__} did not reach all of stage {self.index}"
             )
-        if is_first and _is_nan(output) and not _is_nan(hidden):
-            raise ModelError(
-                f"the forward of {type(self.module).__name__} uses the hidden state outside of the pieces, "
-                "such as in a sum of a block's input and its output",
-                possible="pieces that take the hidden state and return the next one: residuals within blocks",
-                change="put the sum into the block's forward, or use pp=1",
-            )
         return output
 
     @contextmanager
@@ -210,10 +229,13 @@ class Stage:
                 _put(place, part)
 
 
-def _is_nan(output: Any) -> bool:
-    """Return whether all numbers of an output are NaN."""
-    floats = [each for each in tensors_in(output) if each.is_floating_point() and each.numel()]
-    return bool(floats) and all(bool(each.isnan().all()) for each in floats)
+def _nan_in(output: Any) -> list[Tensor]:
+    """Return where the tensors of floats in an output are NaN."""
+    return [each.isnan() for each in tensors_in(output) if each.is_floating_point() or each.is_complex()]
+
+
+def _has_nan(output: Any) -> bool:
+    return any(bool(each.any()) for each in _nan_in(output))
 
 
 def _put(place: Place, part: Any) -> Any:
