@@ -45,7 +45,7 @@ class ModelFace(nn.Module):
         self.module.train(mode)
         return self
 
-    def apply(self, fn: Callable[[nn.Module], object]) -> Self:
+    def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Call a function with each module of the model, and with the model; return this object."""
         self.module.apply(fn)
         return self
