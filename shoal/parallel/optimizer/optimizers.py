@@ -135,8 +135,8 @@ def _with_mean_loss(
     """Return the arguments of a step whose closure returns the mean of all ranks' losses."""
     mark = getattr(optimizer.param_groups[0]["params"][0], _AVERAGED, Mark())
     axis: Axis | None = mark()
-    optimizer, closure = (*args, *kwargs.values())
-    if axis is None or axis.size == 1:
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    if closure is None or axis is None or axis.size == 1:
         return args, kwargs
 
     def mean_loss() -> torch.Tensor:
