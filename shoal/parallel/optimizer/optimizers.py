@@ -133,8 +133,8 @@ def _with_mean_loss(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a step whose closure returns the mean of all ranks' losses."""
-    mark = getattr(optimizer.param_groups[0]["params"][0], _AVERAGED, Mark())
-    axis: Axis | None = mark()
+    mark: Mark[Axis] | None = getattr(optimizer.param_groups[0]["params"][0], _AVERAGED, None)
+    axis = None if mark is None else mark()
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is None or axis is None or axis.size == 1:
         return args, kwargs

@@ -176,12 +176,11 @@ def _made(form: Any, receive: Callable[[list[int], str], Tensor]) -> Any:
         parts = [_made(each, receive) for each in second]
         return kind(*parts) if hasattr(kind, "_fields") else kind(parts)
     items = {name: _made(each, receive) for name, each in second}
-    if way == "mapping" and dataclasses.is_dataclass(kind):  # as the outputs of transformers
-        return kind(**items)
-    if way == "mapping" and issubclass(kind, defaultdict):
-        return kind(None, items)
     if way == "mapping":
-        return kind(items)
+        if issubclass(kind, defaultdict):
+            return kind(None, items)
+        has_fields = dataclasses.is_dataclass(kind)  # as the outputs of transformers
+        return kind(**items) if has_fields else kind(items)
     result = object.__new__(kind)
     for name, each in items.items():
         object.__setattr__(result, name, each)  # works for a frozen object too
