@@ -144,7 +144,8 @@ class StageStates:
 
     In a step each stage sees all micro-batches in order, and a rank's stages take turns. So a stage must not
     find what another one made of these modules: a longer micro-batch that its own forward has not reached.
-    After the step all stages have made the same of them.
+    After the step all stages have made the same of them. What callers set between forwards, such as the keys
+    of dropout, is for all stages.
 
     Args:
         modules: The modules that all stages run.
@@ -154,11 +155,13 @@ class StageStates:
     def __init__(self, modules: Iterable[nn.Module], stages: Iterable[int]) -> None:
         self._modules = list(modules)
         self._stages = list(stages)
-        self._of_stages: dict[int, list[tuple[Mapping[str, Any], Mapping[str, Any]]]] = {}
+        self._of_stages: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+        self._left: list[dict[str, Any]] = []
 
     def begin(self) -> None:
         """Give each stage the present state; call it before a step, and before a forward alone."""
         if len(self._stages) > 1:
+            self._left = [attributes(module) for module in self._modules]
             self._of_stages = {
                 stage: [(_copied(module._buffers), _copied(attributes(module))) for module in self._modules]
                 for stage in self._stages
@@ -170,11 +173,23 @@ class StageStates:
         if stage not in self._of_stages:
             yield
             return
+        self._take_what_was_set()
         for module, (buffers, plain) in zip(self._modules, self._of_stages[stage], strict=True):
             module._buffers.update(buffers)
             put_back(module, plain)
         yield
-        self._of_stages[stage] = [(dict(module._buffers), attributes(module)) for module in self._modules]
+        self._left = [attributes(module) for module in self._modules]
+        self._of_stages[stage] = [
+            (dict(module._buffers), dict(plain))
+            for module, plain in zip(self._modules, self._left, strict=True)
+        ]
+
+    def _take_what_was_set(self) -> None:
+        for number, (module, left) in enumerate(zip(self._modules, self._left, strict=True)):
+            now = attributes(module)
+            was_set = {name: now[name] for name in now if name not in left or _differ(left[name], now[name])}
+            for states in self._of_stages.values():
+                states[number][1].update(was_set)
 
 
 @final
