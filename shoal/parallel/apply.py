@@ -29,7 +29,7 @@ from shoal.parallel.exchange.compressing import Compressing
 from shoal.parallel.expert.expert import cut_experts, expert_parallel, require_experts
 from shoal.parallel.first_values import take_first_values
 from shoal.parallel.float8 import use_float8
-from shoal.parallel.hugging_face.layout import has_tensor_plan, refuse_some_logits
+from shoal.parallel.hugging_face.layout import has_tensor_plan, leave_weights, refuse_some_logits
 from shoal.parallel.hugging_face.routers import RouterLogits, gather_router_logits
 from shoal.parallel.hugging_face.sequence import refuse_own_loss, split_stream, use_no_cache
 from shoal.parallel.model_requirements import plan_of, require_blocks, require_module, require_parameters
@@ -105,6 +105,7 @@ def parallelize(
     plan = plan_of(plan)
     model = uncompiled(model)
     require_parameters(model)
+    leave_weights(model)
     _require_counted_routers(model, plan)
     on = place(model, device)
     recorder = recorder if recorder is not None else NullRecorder()

@@ -29,6 +29,7 @@ __all__ = [
     "fit_heads",
     "has_tensor_plan",
     "layout_of_hugging_face",
+    "leave_weights",
     "needs_whole_sequence",
     "not_attention",
     "refuse_some_logits",
@@ -46,6 +47,25 @@ _HARMLESS_DROPOUT = ("attention", "attn", "classifier", "summary")  # in attenti
 def has_tensor_plan(model: nn.Module) -> bool:
     """Return whether a model has a configuration like those of transformers, which need not be installed."""
     return hasattr(getattr(model, "config", None), "base_model_tp_plan")
+
+
+def leave_weights(model: nn.Module) -> None:
+    """Keep a model from writing to its weights in a forward, where they may be copies.
+
+    RWKV of transformers halves some of them for evaluation, and hidden states with them, because products in
+    fp16 would overflow. If it has done so, it takes that back.
+    """
+    for module in model.modules():
+        rescale = getattr(module, "_rescale_layers", None)
+        if callable(rescale):
+            was_training, module.training = module.training, True
+            rescale()
+            module.training = was_training
+            setattr(module, "_rescale_layers", _nothing)  # noqa: B010, which types of modules do not know
+
+
+def _nothing() -> None:
+    pass
 
 
 def refuse_some_logits(model: nn.Module) -> None:
