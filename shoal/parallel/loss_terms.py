@@ -1,25 +1,29 @@
-"""Refuse terms of a loss that read weights themselves, such as a penalty, where they would count too often.
+"""Refuse terms of a loss that read weights themselves, such as a penalty, where they would count wrongly.
 
 If ranks that tensor parallelism joins each have a part of a gradient, the parts are summed. A term that reads
-the weight itself is whole on each of these ranks, and would be summed as well.
+the weight itself is whole on each of these ranks, and would be summed as well. In a pipeline the loss is
+computed where the last stage is, and a term there reads no weights of other stages.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node
 
 from shoal.errors import LayoutError
+from shoal.models.nested import tensors_in
 from shoal.parallel.owned import Owned
 
-__all__ = ["mark_summed", "require_no_terms"]
+__all__ = ["mark_stage", "mark_summed", "require_no_terms", "require_no_terms_of_stage"]
 
 _SUMMED = "_shoal_summed"
+_OF_STAGE = "_shoal_of_stage"
 
 
 @dataclass(slots=True)
@@ -46,7 +50,18 @@ def mark_summed(computing: Mapping[str, nn.Parameter], owned: Iterable[Owned]) -
             setattr(computing[each.name], _SUMMED, (each.name, round(times)))
 
 
-def require_no_terms(outputs: Iterable[Any]) -> None:
+def mark_stage(computing: Mapping[str, nn.Parameter], owned: Iterable[Owned]) -> None:
+    """Mark the parameters of a pipeline's stage.
+
+    Args:
+        computing: The stage's own parameters, by name.
+        owned: This rank's parts of the trained parameters.
+    """
+    for name, each in (*computing.items(), *((each.name, each.parameter) for each in owned)):
+        setattr(each, _OF_STAGE, name)
+
+
+def require_no_terms(outputs: Iterable[Tensor | GradientEdge]) -> None:
     """Check the graph of losses for terms that read marked parameters themselves.
 
     What a model computes comes from layers that communicate, which are autograd functions of Python. A term
@@ -60,38 +75,75 @@ def require_no_terms(outputs: Iterable[Any]) -> None:
     """
     if not _check.is_needed:
         return
-    users: defaultdict[Any, list[Any]] = defaultdict(list)
-    terms: list[tuple[Any, tuple[str, int]]] = []
-    ahead = [node for each in outputs if (node := getattr(each, "grad_fn", None)) is not None]
+    roots = [each.node if isinstance(each, GradientEdge) else each.grad_fn for each in outputs]
+    for name, times in _terms(roots, _SUMMED, lambda node: isinstance(node, BackwardCFunction)):
+        raise LayoutError(
+            f"the loss has a term that reads {name} itself, such as a penalty. Ranks have parts of this "
+            f"parameter's gradient, which are summed: the term would count {times} times",
+            possible="the same term of parameters() of the object that shoal.parallelize returned, or "
+            "weight_decay of the optimizer",
+            change="write the term over these parameters",
+        )
+
+
+def require_no_terms_of_stage(loss: Tensor, output: Any, hidden: Tensor) -> None:
+    """Check the graph of a pipeline's loss for terms that read the last stage's parameters themselves.
+
+    Args:
+        loss: The loss.
+        output: The model's output from which the loss was computed.
+        hidden: What the last stage received, of which all that it computes is made.
+
+    Raises:
+        LayoutError: There is such a term.
+    """
+    held = output if next(tensors_in(output), None) is not None else getattr(output, "__dict__", None)
+    ends = {each.grad_fn for each in tensors_in(held) if each.grad_fn is not None}
+
+    def is_computed(node: Node) -> bool:
+        return node in ends or getattr(node, "variable", None) is hidden
+
+    for name in _terms([loss.grad_fn], _OF_STAGE, is_computed):
+        raise LayoutError(
+            f"the loss has a term that reads {name} itself, such as a penalty. In a pipeline the last stage "
+            "computes the loss: the term would hold for none of the weights of other stages",
+            possible="a loss of the model's output and the targets, weight_decay of the optimizer, or pp=1",
+            change="leave the term out; add its gradient to .grad of parameters() after forward_backward",
+        )
+
+
+def _terms(roots: Iterable[Node | None], mark: str, is_computed: Callable[[Node], bool]) -> Iterator[Any]:
+    """Yield the marks of parameters that are read by a function which uses nothing that a model computed.
+
+    Args:
+        roots: Where the graph begins.
+        mark: Name of the attribute of a parameter that holds its mark.
+        is_computed: Whether a node is something that a model computed, below which the graph is not followed.
+    """
+    users: defaultdict[Node, list[Node]] = defaultdict(list)
+    terms: list[tuple[Node, Any]] = []
+    ahead = [node for node in roots if node is not None]
     seen, computed = set(ahead), []
     while ahead:
         node = ahead.pop()
-        if isinstance(node, BackwardCFunction):
+        if is_computed(node):
             computed.append(node)
             continue
         for source, _ in node.next_functions:
             if source is None:
                 continue
             users[source].append(node)
-            term = getattr(getattr(source, "variable", None), _SUMMED, None)
-            if term is not None:
-                terms.append((node, term))
+            marked = getattr(getattr(source, "variable", None), mark, None)
+            if marked is not None:
+                terms.append((node, marked))
             elif source not in seen:
                 seen.add(source)
                 ahead.append(source)
-    if not terms:
-        return
-    from_layers = set()
-    while computed:
-        if (node := computed.pop()) not in from_layers:
-            from_layers.add(node)
+    from_model = set()
+    while terms and computed:
+        if (node := computed.pop()) not in from_model:
+            from_model.add(node)
             computed += users[node]
-    for user, (name, times) in terms:
-        if user not in from_layers:
-            raise LayoutError(
-                f"the loss has a term that reads {name} itself, such as a penalty. Ranks have parts of this "
-                f"parameter's gradient, which are summed: the term would count {times} times",
-                possible="the same term of parameters() of the object that shoal.parallelize returned, or "
-                "weight_decay of the optimizer",
-                change="write the term over these parameters",
-            )
+    for user, marked in terms:
+        if user not in from_model:
+            yield marked

@@ -25,7 +25,7 @@ from torch.nn.utils import clip_grad
 
 from shoal.errors import LayoutError
 from shoal.parallel.axes import Axes
-from shoal.parallel.loss_terms import mark_summed, require_no_terms
+from shoal.parallel.loss_terms import mark_stage, mark_summed, require_no_terms
 from shoal.parallel.owned import NO_NORM, Mark, Owned, local_part
 
 __all__ = ["mark_parts"]
@@ -46,6 +46,8 @@ def mark_parts(module: nn.Module, owned: Sequence[Owned], axes: Axes) -> None:
     computing = dict(module.named_parameters())
     parts = Mark(lambda: axes.parts)
     mark_summed(computing, owned)
+    if axes.pp.size > 1:
+        mark_stage(computing, owned)
     for each in owned:
         setattr(each.parameter, _PARTS, parts)
         if axes.world.size > 1 or each.parameter is not computing[each.name]:

@@ -772,9 +772,9 @@ def penalty_on_parts(plan: str) -> Any:
     return penalised(plan, "owned")
 
 
-def penalised_parts(plan: str, *, is_owned: bool) -> Any:
+def penalised_parts(plan: str, *, is_owned: bool, is_pipeline: bool = False) -> Any:
     sizes = {"hidden": WIDTH, "heads": HEADS, "kv_heads": HEADS, "ffn": WIDTH, "vocab_size": VOCABULARY}
-    model = build("tiny", overrides={"layers": 1, "seq": LENGTH, **sizes})
+    model = build("tiny", overrides={"layers": 2, "seq": LENGTH, **sizes})
     model.initialize(0)
     parallel = shoal.parallelize(model, plan)
 
@@ -784,6 +784,8 @@ def penalised_parts(plan: str, *, is_owned: bool) -> Any:
         squares = sum((each.square().sum() for each in weights), torch.zeros(()))
         return next_token_loss(logits, targets) + 0.1 * (squares - squares.detach())
 
+    if is_pipeline:
+        return _after_steps(parallel, [(TOKENS, TARGETS)] * 2, loss)
     return _after_step(parallel, plan, loss)
 
 
@@ -795,6 +797,11 @@ def penalty_on_summed(plan: str) -> Any:
 @pattern("a penalty on `parameters()` of a model that is split")
 def penalty_on_split_parts(plan: str) -> Any:
     return penalised_parts(plan, is_owned=True)
+
+
+@pattern("a penalty on weights in the loss of a pipeline")
+def penalty_in_pipeline(plan: str) -> Any:
+    return penalised_parts(plan, is_owned=True, is_pipeline=True)
 
 
 @pattern("`torch.optim.LBFGS`, whose line search compares losses")

@@ -1,10 +1,12 @@
 """Terms of a loss that read weights themselves, under tp: the gradient of one device, or a refusal."""
 
+from functools import partial
+
 import pytest
 import torch
 from parallel_stand_ins import tokens, transformer
 
-from shoal.errors import LayoutError
+from shoal.errors import LayoutError, WorkerError
 from shoal.models import next_token_loss
 from shoal.parallel import parallelize
 from shoal.plan import Plan
@@ -65,3 +67,49 @@ def test_a_term_of_owned_parameters_keeps_its_factor(ranks, plan):
 @pytest.mark.parametrize(("plan", "terms"), [("tp=2,tensor=plain", square), ("tp=2", of_activations)])
 def test_other_terms_keep_their_factor(ranks, plan, terms):
     require_equal(ranks.run(gradients, 2, plan, terms)[0], gradients("dp=1", terms))
+
+
+def in_pipeline(plan, loss):
+    """The norm of the gradient of a loss."""
+    parallel = parallelize(transformer(), plan)
+    batch = parallel.local(tokens())
+    if parallel.plan.pp == 1:
+        loss(parallel, parallel(batch[:, :-1]), batch[:, 1:]).backward()
+    else:
+        pairs = [(each[:, :-1], each[:, 1:]) for each in batch.chunk(2)]
+        parallel.forward_backward(iter(pairs), len(pairs), partial(loss, parallel))
+    return parallel.gradient_norm()
+
+
+def with_weights(parallel, logits, targets):
+    squares = [each.square().sum() for each in parallel.module.parameters()]
+    return next_token_loss(logits, targets) + 0.1 * sum(squares)
+
+
+def with_owned(parallel, logits, targets):
+    squares = [each.square().sum() for each in parallel.parameters()]
+    return next_token_loss(logits, targets) + 0.1 * sum(squares)
+
+
+def with_activations(parallel, logits, targets):
+    return next_token_loss(logits, targets) + 0.1 * logits.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("plan", "loss"),
+    [
+        ("pp=2", with_weights),
+        ("pp=2,tp=2", with_owned),
+        ("pp=2,schedule=zb-h1,precision=bf16", with_owned),
+    ],
+)
+def test_a_term_of_weights_is_refused_in_a_pipeline(ranks, plan, loss):
+    with pytest.raises(WorkerError, match=r"a term that reads \S+ itself.* the last stage computes the loss"):
+        ranks.run(in_pipeline, Plan.parse(plan).ranks, plan, loss)
+
+
+def test_a_term_of_outputs_keeps_its_factor_in_a_pipeline(ranks):
+    found = ranks.run(in_pipeline, 2, "pp=2", with_activations)
+    assert found == pytest.approx(
+        [in_pipeline("dp=1", with_activations)] * 2, rel=1e-5
+    )  # sums in another order

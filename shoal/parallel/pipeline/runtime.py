@@ -24,6 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from shoal.parallel.communication import Axis
 from shoal.parallel.data.strategy import Strategy
+from shoal.parallel.loss_terms import require_no_terms_of_stage
 from shoal.parallel.micro_batches import require_scalar
 from shoal.parallel.pipeline.deferred import Deferral, WeightGradients, split_backward
 from shoal.parallel.pipeline.messages import Messages, MicroBatch, StepData
@@ -249,7 +250,9 @@ class Pipeline:
         with self._recorder.span(Kind.FORWARD, str(action)), mode:
             output: Tensor = entry(inputs, hidden)
             if entry.stage.is_last:
-                output = loss(output)
+                given, output = output, loss(output)
+                assert hidden is not None
+                require_no_terms_of_stage(output, given, hidden)
         edge = get_gradient_edge(output) if output.requires_grad else None
         self._kept[action.stage, action.microbatch] = _Kept(hidden, edge)
         if entry.stage.is_last:
