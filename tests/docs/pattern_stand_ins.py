@@ -592,6 +592,20 @@ def latent_attention(plan: str) -> Any:
     return _after_step(shoal.parallelize(Decoder(Latent), plan), plan, next_token_loss)
 
 
+@pattern("`generate()` of a model of transformers, within `gathered()`")
+def generated(plan: str) -> Any:
+    parallel = shoal.parallelize(llama(), plan)
+    first = TOKENS[:1, :4]
+    with parallel.gathered(), torch.no_grad():
+        made = parallel.module.generate(first, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    return made.tolist()
+
+
+@pattern("call `model` itself, such as its `generate()`")
+def called_by_itself(plan: str) -> Any:
+    return generated(plan)
+
+
 @pattern("latent attention (MLA) of transformers")
 def latent_attention_of_transformers(plan: str) -> Any:
     import transformers

@@ -112,6 +112,7 @@ class Forward:
             yield self
         finally:
             self._entering = self.leaving = None
+            self._stop = 0
 
     def enter(self, module: nn.Module, arguments: Any, named: dict[str, Any]) -> Any:
         """Hook before the stage's first module: replace its input by the received hidden state."""
@@ -157,8 +158,16 @@ class Forward:
 
         Raises:
             EndOfStage: The gap is after the stage; its input is kept as `leaving`.
-            ModelError: Its input has no hidden state, or the forward reached it out of order.
+            ModelError: Its input has no hidden state, or the forward reached it out of order, or the model was
+                called by itself.
         """
+        if not self._stop:
+            raise ModelError(
+                "the model was called by itself, and this rank has only its stages of a pipeline",
+                possible="the object that shoal.parallelize returned, called by all ranks: within "
+                "torch.no_grad() it gives the outputs",
+                change="call that object in place of its .module; to generate, use pp=1",
+            )
         if piece >= self._stop:
             if not isinstance(leaving, Tensor) or not leaving.is_floating_point():
                 raise disordered(f"piece {piece} of a model got no hidden state as its first argument")
