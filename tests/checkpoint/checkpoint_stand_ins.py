@@ -91,7 +91,7 @@ def fork(function: Callable[[], object]) -> int:
     """Starts `function` in a forked child; `reap` tells how it ended."""
     child = os.fork()
     if child == 0:
-        signal.alarm(30)  # a child that waits for ever ends by itself, and fails the test
+        signal.alarm(300)  # a child that waits for ever ends by itself, and fails the test
         try:
             function()
         except BaseException:

@@ -49,7 +49,7 @@ def trained(tmp_path_factory, tiny_run):
         "torchrun": start([*torchrun, "shoal.cli.main", *words, "--run", "torchrun"], folder),
     }
     ended = {
-        name: (*process.communicate(timeout=120), process.returncode) for name, process in started.items()
+        name: (*process.communicate(timeout=600), process.returncode) for name, process in started.items()
     }
     return folder, ended
 

@@ -15,6 +15,7 @@ import pytest
 
 from shoal.errors import ConfigError, MissingExtraError
 from shoal.record import Destinations, Logger, QueuedLogger
+from shoal.record.destinations import queued
 from shoal.record.destinations.prometheus import PrometheusLogger, parse_address
 from shoal.run import Run
 
@@ -121,6 +122,7 @@ def test_weights_and_biases_keeps_values_offline(run, monkeypatch):
     from wandb.proto import wandb_internal_pb2
 
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(queued, "_CLOSING", 120.0)  # its process may take long to start
     assert give(Destinations(wandb="team/project"), run) == []
     (file,) = run.log.glob("wandb/offline-run-*/*.wandb")
     records, until = [], time.monotonic() + 120

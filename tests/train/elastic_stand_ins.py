@@ -13,6 +13,18 @@ STEPS, FAULT = 12, 6
 FAULTS = f"""
 import ctypes, os, signal, sys, time
 
+def children(of):
+    found = set()
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{{name}}/stat") as file:
+                parent = file.read().rpartition(")")[2].split()[1]
+        except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            continue
+        if parent == str(of):
+            found.add(name)
+    return found
+
 def begin(step, steps):
     member, is_first = os.environ.get("SHOAL_MEMBER"), os.environ.get("SHOAL_AFTER") == "-1"
     fault = os.environ.get("FAULT", "")
@@ -40,9 +52,13 @@ def begin(step, steps):
                 ctypes.PyDLL(None).pthread_mutex_lock(mutex)
         if fault == "leave":
             os.kill(os.getpid(), signal.SIGTERM)
-        if fault == "kill and stop":  # a moment later, while this one is being started
+        if fault == "kill and stop":  # a moment after this one is started again
+            parent = os.getppid()
+            before = children(parent)
             if os.fork() == 0:
                 os.setsid()
+                while children(parent) <= before:
+                    time.sleep(0.01)
                 time.sleep(float(os.environ["LATER"]))
                 os.kill(int(os.environ["LAUNCHED_BY"]), signal.SIGTERM)
                 os._exit(0)

@@ -158,7 +158,7 @@ class Forward:
 
         Raises:
             EndOfStage: The gap is after the stage; its input is kept as `leaving`.
-            ModelError: Its input has no hidden state, or the forward reached it out of order, or the model was
+            ModelError: Its input has no hidden state, the forward reached it out of order, or the model was
                 called by itself.
         """
         if not self._stop:

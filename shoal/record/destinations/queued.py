@@ -36,7 +36,7 @@ class QueuedLogger(Logger):
         name: Name of the receiver, for reports.
         make: Makes the logger; called in the thread.
         say: Called with reports, one line each, from any thread.
-        closing: Seconds for which `close` waits.
+        closing: Seconds for which `close` waits; None for 10.
         newest: Whether only the newest value of each name counts: values that wait are given as one.
     """
 
@@ -45,13 +45,13 @@ class QueuedLogger(Logger):
         name: str,
         make: Callable[[], Logger],
         say: Callable[[str], object],
-        closing: float = _CLOSING,
+        closing: float | None = None,
         newest: bool = False,
     ) -> None:
         self._name = name
         self._make = make
         self._say = say
-        self._closing = closing
+        self._closing = _CLOSING if closing is None else closing
         self._newest = newest
         self._waiting: deque[tuple[int, Mapping[str, float]]] = deque()
         self._lost = 0
