@@ -24,6 +24,7 @@ __all__ = ["mark_stage", "mark_summed", "require_no_terms", "require_no_terms_of
 
 _SUMMED = "_shoal_summed"
 _OF_STAGE = "_shoal_of_stage"
+_PRODUCTS = ("Mul", "Div", "Mm", "Mv", "Bmm", "Dot")  # beginnings of the names of autograd's functions
 
 
 @dataclass(slots=True)
@@ -103,7 +104,7 @@ def require_no_terms_of_stage(loss: Tensor, output: Any, hidden: Tensor) -> None
     def is_computed(node: Node) -> bool:
         return node in ends or getattr(node, "variable", None) is hidden
 
-    for name in _terms([loss.grad_fn], _OF_STAGE, is_computed):
+    for name in _terms([loss.grad_fn], _OF_STAGE, is_computed, factors_count=False):
         raise LayoutError(
             f"the loss has a term that reads {name} itself, such as a penalty. In a pipeline the last stage "
             "computes the loss: the term would hold for none of the weights of other stages",
@@ -112,13 +113,21 @@ def require_no_terms_of_stage(loss: Tensor, output: Any, hidden: Tensor) -> None
         )
 
 
-def _terms(roots: Iterable[Node | None], mark: str, is_computed: Callable[[Node], bool]) -> Iterator[Any]:
+def _terms(
+    roots: Iterable[Node | None],
+    mark: str,
+    is_computed: Callable[[Node], bool],
+    *,
+    factors_count: bool = True,
+) -> Iterator[Any]:
     """Yield the marks of parameters that are read by a function which uses nothing that a model computed.
 
     Args:
         roots: Where the graph begins.
         mark: Name of the attribute of a parameter that holds its mark.
         is_computed: Whether a node is something that a model computed, below which the graph is not followed.
+        factors_count: Whether to yield parameters too of which only a factor of what the model computed is
+            made, such as `logits * scale.exp()`.
     """
     users: defaultdict[Node, list[Node]] = defaultdict(list)
     terms: list[tuple[Node, Any]] = []
@@ -139,11 +148,28 @@ def _terms(roots: Iterable[Node | None], mark: str, is_computed: Callable[[Node]
             elif source not in seen:
                 seen.add(source)
                 ahead.append(source)
-    from_model = set()
+    from_model: set[Node] = set()
     while terms and computed:
         if (node := computed.pop()) not in from_model:
             from_model.add(node)
             computed += users[node]
     for user, marked in terms:
-        if user not in from_model:
-            yield marked
+        if user in from_model or (not factors_count and _is_factor(user, users, from_model)):
+            continue
+        yield marked
+
+
+def _is_factor(node: Node, users: Mapping[Node, list[Node]], from_model: set[Node]) -> bool:
+    """Whether all that is made of a node are products with what a model computed."""
+    ahead, seen = [node], {node}
+    while ahead:
+        node = ahead.pop()
+        if not users.get(node):
+            return False  # the loss itself
+        for user in users[node]:
+            if user not in from_model and user not in seen:
+                seen.add(user)
+                ahead.append(user)
+            elif user in from_model and not user.name().startswith(_PRODUCTS):
+                return False
+    return True

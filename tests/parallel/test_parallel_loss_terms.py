@@ -95,6 +95,10 @@ def with_activations(parallel, logits, targets):
     return next_token_loss(logits, targets) + 0.1 * logits.square().mean()
 
 
+def with_factor(parallel, logits, targets):
+    return next_token_loss(logits * parallel.module.norm.weight.exp().mean(), targets)
+
+
 @pytest.mark.parametrize(
     ("plan", "loss"),
     [
