@@ -58,6 +58,8 @@ def begin(step, steps):
             if os.fork() == 0:
                 os.setsid()
                 while children(parent) <= before:
+                    if not os.path.exists(f"/proc/{{parent}}"):
+                        os._exit(0)  # the run has ended
                     time.sleep(0.01)
                 time.sleep(float(os.environ["LATER"]))
                 os.kill(int(os.environ["LAUNCHED_BY"]), signal.SIGTERM)
