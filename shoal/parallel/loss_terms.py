@@ -17,14 +17,14 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from shoal.errors import LayoutError
-from shoal.models.nested import tensors_in
 from shoal.parallel.owned import Owned
 
 __all__ = ["mark_stage", "mark_summed", "require_no_terms", "require_no_terms_of_stage"]
 
 _SUMMED = "_shoal_summed"
 _OF_STAGE = "_shoal_of_stage"
-_PRODUCTS = ("Mul", "Div", "Mm", "Mv", "Bmm", "Dot")  # beginnings of the names of autograd's functions
+_PRODUCTS = ("Mul", "Div", "Mm", "Mv", "Bmm", "Dot", "Addmm", "Addmv", "Baddbmm", "Convolution")
+"""Beginnings of the names of autograd's functions that multiply."""
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ def require_no_terms(outputs: Iterable[Tensor | GradientEdge]) -> None:
     """
     if not _check.is_needed:
         return
-    roots = [each.node if isinstance(each, GradientEdge) else each.grad_fn for each in outputs]
+    roots = [getattr(each, "grad_fn", None) for each in outputs]  # a pipeline begins with edges, of no loss
     for name, times in _terms(roots, _SUMMED, lambda node: isinstance(node, BackwardCFunction)):
         raise LayoutError(
             f"the loss has a term that reads {name} itself, such as a penalty. Ranks have parts of this "
@@ -98,8 +98,7 @@ def require_no_terms_of_stage(loss: Tensor, output: Any, hidden: Tensor) -> None
     Raises:
         LayoutError: There is such a term.
     """
-    held = output if next(tensors_in(output), None) is not None else getattr(output, "__dict__", None)
-    ends = {each.grad_fn for each in tensors_in(held) if each.grad_fn is not None}
+    ends = {each.grad_fn for each in _tensors_of(output) if each.grad_fn is not None}
 
     def is_computed(node: Node) -> bool:
         return node in ends or getattr(node, "variable", None) is hidden
@@ -111,6 +110,16 @@ def require_no_terms_of_stage(loss: Tensor, output: Any, hidden: Tensor) -> None
             possible="a loss of the model's output and the targets, weight_decay of the optimizer, or pp=1",
             change="leave the term out; add its gradient to .grad of parameters() after forward_backward",
         )
+
+
+def _tensors_of(output: Any, depth: int = 4) -> Iterator[Tensor]:
+    """Yield the tensors of an output, also those in attributes of objects."""
+    if isinstance(output, Tensor):
+        yield output
+    elif depth and not isinstance(output, type | nn.Module):
+        held = output.values() if isinstance(output, Mapping) else getattr(output, "__dict__", {}).values()
+        for each in output if isinstance(output, list | tuple) else held:
+            yield from _tensors_of(each, depth - 1)
 
 
 def _terms(
