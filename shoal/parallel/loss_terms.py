@@ -2,7 +2,7 @@
 
 If ranks that tensor parallelism joins each have a part of a gradient, the parts are summed. A term that reads
 the weight itself is whole on each of these ranks, and would be summed as well. In a pipeline the loss is
-computed where the last stage is, and a term there reads no weights of other stages.
+computed where the last stage is, and a term there would leave out the weights of other stages.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def require_no_terms(outputs: Iterable[Tensor | GradientEdge]) -> None:
     """
     if not _check.is_needed:
         return
-    roots = [getattr(each, "grad_fn", None) for each in outputs]  # a pipeline begins with edges, of no loss
+    # The backward of a pipeline begins with edges, which have no grad_fn; its losses are checked before.
+    roots = [getattr(each, "grad_fn", None) for each in outputs]
     for name, times in _terms(roots, _SUMMED, lambda node: isinstance(node, BackwardCFunction)):
         raise LayoutError(
             f"the loss has a term that reads {name} itself, such as a penalty. Ranks have parts of this "
@@ -106,7 +107,7 @@ def require_no_terms_of_stage(loss: Tensor, output: Any, hidden: Tensor) -> None
     for name in _terms([loss.grad_fn], _OF_STAGE, is_computed, factors_count=False):
         raise LayoutError(
             f"the loss has a term that reads {name} itself, such as a penalty. In a pipeline the last stage "
-            "computes the loss: the term would hold for none of the weights of other stages",
+            "computes the loss: the term would leave out the weights of other stages",
             possible="a loss of the model's output and the targets, weight_decay of the optimizer, or pp=1",
             change="leave the term out; add its gradient to .grad of parameters() after forward_backward",
         )
@@ -117,8 +118,8 @@ def _tensors_of(output: Any, depth: int = 4) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output
     elif depth and not isinstance(output, type | nn.Module):
-        held = output.values() if isinstance(output, Mapping) else getattr(output, "__dict__", {}).values()
-        for each in output if isinstance(output, list | tuple) else held:
+        fields = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+        for each in output if isinstance(output, list | tuple) else fields.values():
             yield from _tensors_of(each, depth - 1)
 
 
@@ -135,8 +136,8 @@ def _terms(
         roots: Where the graph begins.
         mark: Name of the attribute of a parameter that holds its mark.
         is_computed: Whether a node is something that a model computed, below which the graph is not followed.
-        factors_count: Whether to yield parameters too of which only a factor of what the model computed is
-            made, such as `logits * scale.exp()`.
+        factors_count: Whether to yield also a parameter that only makes a factor of what the model computed,
+            such as `logits * scale.exp()`.
     """
     users: defaultdict[Node, list[Node]] = defaultdict(list)
     terms: list[tuple[Node, Any]] = []
@@ -169,7 +170,7 @@ def _terms(
 
 
 def _is_factor(node: Node, users: Mapping[Node, list[Node]], from_model: set[Node]) -> bool:
-    """Whether all that is made of a node are products with what a model computed."""
+    """Return whether the values made from a node are used only in products with what a model computed."""
     ahead, seen = [node], {node}
     while ahead:
         node = ahead.pop()
