@@ -28,7 +28,8 @@ from fault_table import Fault, read_table, sources_of
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = ("runs", "build", "dist", "__pycache__", ".*cache", ".venv*", ".git", ".hypothesis", "*.egg-info")
 LIMIT = 120.0
-"""Seconds for the tests of a fault, in which one has to fail: tests that hang tell nobody what is wrong."""
+"""Seconds for the tests of a fault on an idle machine, of which one has to fail: a hang tells nobody what is
+wrong."""
 
 MARK = "SHOAL_PLANTED_IN"
 """Environment variable: the copy that a process was started in."""
@@ -55,10 +56,15 @@ class Outcome:
 
 
 class Copy:
-    """A copy of the repository, in which one fault at a time is planted."""
+    """A copy of the repository, in which one fault at a time is planted.
 
-    def __init__(self, root: Path) -> None:
-        self.root = root
+    Args:
+        root: Where the copy is made.
+        limit: Seconds for the tests of a fault.
+    """
+
+    def __init__(self, root: Path, limit: float) -> None:
+        self.root, self._limit = root, limit
         shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(*LEFT_OUT))
         compileall.compile_dir(root / "shoal", quiet=1)
 
@@ -92,7 +98,7 @@ class Copy:
         code, told = self._run(["-m", "pytest", *options, *tests])
         seconds = time.monotonic() - begun
         if code is None:
-            return Outcome("hung", seconds, f"ended after {LIMIT:.0f} s")
+            return Outcome("hung", seconds, f"ended after {self._limit:.0f} s")
         if code == 0:
             return Outcome("missed", seconds, "")
         failed = [line for line in told.splitlines() if line.startswith(("FAILED ", "ERROR "))]
@@ -119,7 +125,7 @@ class Copy:
             start_new_session=True,
         ) as process:
             try:
-                told, _ = process.communicate(timeout=LIMIT)
+                told, _ = process.communicate(timeout=self._limit)
             except subprocess.TimeoutExpired:
                 self.end_all()
                 process.communicate()
@@ -145,6 +151,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
     parser.add_argument("--only", metavar="NAME", action="append", help="this fault alone; may be repeated")
     parser.add_argument("--jobs", metavar="N", type=int, default=1, help="faults at once (default 1)")
+    parser.add_argument(
+        "--limit", metavar="S", type=float, default=LIMIT, help=f"seconds for a fault (default {LIMIT:.0f})"
+    )
     parser.add_argument(
         "--unchanged", action="store_true", help="run the tests with no fault, which must pass"
     )
@@ -172,7 +181,7 @@ def main() -> int:
 
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="shoal-faults-") as folder:
-        made = [Copy(Path(folder) / str(number)) for number in range(args.jobs)]
+        made = [Copy(Path(folder) / str(number), args.limit) for number in range(args.jobs)]
         for copy in made:
             copies.put(copy)
         signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
