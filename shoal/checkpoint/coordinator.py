@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar, cast
 import torch.distributed
 
 from shoal.collectives.values import all_gather_value, gather_value
-from shoal.errors import CheckpointError, CommunicationError, CorruptCheckpointError
+from shoal.errors import CheckpointError, CommunicationError, CorruptCheckpointError, RunError
 
 __all__ = [
     "Coordinator",
@@ -188,7 +188,7 @@ def _results(purpose: str, outcomes: list[T | _Failure], cause: Exception | None
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, CheckpointError):
+    if isinstance(error, (CheckpointError, RunError)):
         return str(error)
     if isinstance(error, OSError) and error.strerror is not None:
         return error.strerror if error.filename is None else f"{error.strerror}: {error.filename}"

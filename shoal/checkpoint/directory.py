@@ -2,12 +2,14 @@
 
     step-00000100           a complete checkpoint of step 100
     step-00000100.1         the same step, saved again: a revision; the highest is the newest
-    step-00000100.tmp       a checkpoint that is being written, or was when its writer died
+    step-00000100.7.tmp     a checkpoint that is being written, or was when its writer died; 7 is the number
+                            of the writer's claim
     step-00000100.deleted   a checkpoint that is being deleted, or was when its deleter died
 
 One rename makes a checkpoint complete, and one rename makes it deleted. POSIX has no rename that replaces a
 directory with files in it. So a step that is saved again gets a new revision, and the earlier revision is
-deleted after that: at every moment one of the two is complete. One process (rank 0) renames and deletes.
+deleted after that: at every moment one of the two is complete. One process (rank 0) renames and deletes: the
+one that has claimed the directory, see `shoal.run.writer`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from shoal.errors import CheckpointError
 __all__ = ["age_of", "checkpoints", "delete", "free_path", "resolve", "staging_path", "step_of", "sweep"]
 
 _COMPLETE = re.compile(r"step-([0-9]+)(?:\.([0-9]+))?")
-_LEFT_OVER = re.compile(r"step-[0-9]+(?:\.[0-9]+)?\.(?:tmp|deleted)")
+_LEFT_OVER = re.compile(r"step-[0-9]+(?:\.([0-9]+))?\.(tmp|deleted)")
 
 
 def checkpoints(directory: Path) -> list[Path]:
@@ -79,9 +81,15 @@ def age_of(name: str) -> tuple[int, int] | None:
     return None if match is None else (int(match[1]), int(match[2] or 0))
 
 
-def staging_path(directory: Path, step: int) -> Path:
-    """Return the path where a checkpoint of `step` is written before it is complete."""
-    return directory / f"{_name(step)}.tmp"
+def staging_path(directory: Path, step: int, writer: int) -> Path:
+    """Return the path where a checkpoint of `step` is written before it is complete.
+
+    Args:
+        directory: The directory of checkpoints.
+        step: The step.
+        writer: Number of the writer's claim on the directory.
+    """
+    return directory / f"{_name(step)}.{writer}.tmp"
 
 
 def free_path(directory: Path, step: int) -> Path:
@@ -106,10 +114,17 @@ def delete(paths: Iterable[Path], files: FileSystem) -> None:
         remove_tree(path, files)
 
 
-def sweep(directory: Path, files: FileSystem) -> None:
-    """Remove checkpoints that an earlier process left half written or half deleted."""
+def sweep(directory: Path, files: FileSystem, writer: int) -> None:
+    """Remove checkpoints that an earlier process left half written or half deleted.
+
+    Args:
+        directory: The directory of checkpoints.
+        files: The FileSystem to remove them from.
+        writer: Number of this process's claim on the directory; what a later one writes stays.
+    """
     for path in sorted(directory.iterdir()):
-        if _LEFT_OVER.fullmatch(path.name):
+        match = _LEFT_OVER.fullmatch(path.name)
+        if match and (match[2] == "deleted" or int(match[1] or 0) <= writer):
             remove_tree(path, files)
 
 

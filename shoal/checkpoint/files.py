@@ -42,7 +42,7 @@ class FileSystem(Protocol):
         ...
 
     def create(self, path: Path) -> FileIO:
-        """Open a new, empty, unbuffered file for writing."""
+        """Open a new, unbuffered file for writing; raise FileExistsError if there is one."""
         ...
 
     def write(self, file: FileIO, data: memoryview) -> None:
@@ -82,13 +82,15 @@ class RealFiles:
         path.mkdir(parents=True, exist_ok=True)
 
     def create(self, path: Path) -> FileIO:
-        """Open a new, empty, unbuffered file for writing, past the system's cache where that is possible."""
+        """Open a new, unbuffered file for writing, past the system's cache where that is possible."""
+        file = FileIO(path, "x")
         try:
-            return FileIO(path, "w", opener=lambda name, flags: os.open(name, flags | _DIRECT, 0o666))
+            fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | _DIRECT)
         except OSError as error:
             if error.errno != errno.EINVAL:
+                file.close()
                 raise
-        return FileIO(path, "w")
+        return file
 
     def write(self, file: FileIO, data: memoryview) -> None:
         """Write all of `data`; the operating system may take it in several parts.

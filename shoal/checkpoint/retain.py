@@ -10,6 +10,7 @@ from shoal.checkpoint.directory import checkpoints, delete, sweep
 from shoal.checkpoint.files import REAL_FILES, FileSystem
 from shoal.checkpoint.verify import newest_verified
 from shoal.errors import ConfigError
+from shoal.run.writer import claimed
 
 __all__ = ["retain"]
 
@@ -58,12 +59,19 @@ def retain(
     if sound not in kept and newest_verified(kept, coordinator, say) is None:
         survivor = newest_verified(surplus, coordinator, say)
         surplus = [path for path in surplus if path != survivor] if survivor is not None else []
-    attempt_on_rank_zero(coordinator, purpose, lambda: delete(surplus, files))
+    attempt_on_rank_zero(coordinator, purpose, lambda: _delete(directory, surplus, files))
     return surplus
 
 
 def _list_and_sweep(directory: Path, files: FileSystem) -> list[Path]:
     found = checkpoints(directory)
     if found:
-        sweep(directory, files)
+        with claimed(directory) as writer:
+            sweep(directory, files, writer.number)
     return found
+
+
+def _delete(directory: Path, surplus: list[Path], files: FileSystem) -> None:
+    with claimed(directory) as writer:
+        writer.require_newest()
+        delete(surplus, files)

@@ -1,11 +1,13 @@
 """Saves checkpoints. The protocol has these steps, in order:
 
-1. Rank 0 removes leftovers of earlier processes, and makes `step-N.tmp/`.
+1. Rank 0 claims the directory (see `shoal.run.writer`), removes leftovers of earlier processes, and makes
+   `step-N.W.tmp/`, where W is the number of its claim.
 2. Each rank that holds elements writes `rank-R.safetensors` there, hashes it while writing, and syncs it.
    Constant pieces get a file of their own, `rank-R-constant.safetensors`. If its hash is that of the file in
    the checkpoint before, it becomes a hard link to that file, and nothing is written.
 3. Rank 0 checks that the pieces cover every tensor exactly once, writes `manifest.json`, syncs it and the
-   directory, renames the directory to `step-N`, and syncs the parent. The rename makes it complete.
+   directory, checks that the claim is still its own, renames the directory to `step-N`, and syncs the parent.
+   The rename makes it complete.
 4. Rank 0 deletes an earlier checkpoint of the same step, if there is one.
 
 Where no file system holds all of a checkpoint (`Spread`), the first rank of each host does what rank 0 does
@@ -19,6 +21,7 @@ when the checkpoint that it was made from is deleted.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +41,7 @@ from shoal.checkpoint.piece import Piece
 from shoal.checkpoint.shard import Shard, Values, describe, own_values
 from shoal.checkpoint.spread import Spread
 from shoal.errors import CheckpointError
+from shoal.run.writer import Claiming, Writer
 
 __all__ = ["Part", "Saver", "save"]
 
@@ -125,6 +129,8 @@ class Saver:
         self._told: Mapping[str, TensorRecord] | None = None  # what rank 0 knows of this rank
         self._known: list[Mapping[str, TensorRecord]] = []  # on rank 0, of each rank
         self._merged: Mapping[str, TensorRecord] = {}
+        self._claiming: dict[Path, Claiming] = {}  # each directory that this process saves to
+        self._common = 0  # number of the claims that hosts save by together
 
     def save(
         self,
@@ -152,17 +158,21 @@ class Saver:
 
         Raises:
             CheckpointError: Saving failed: a full disk, a gap or an overlap in the pieces, a state that is
-                not JSON. The message names the rank and the reason, and all ranks raise the same error. Files
-                that are half written are removed if possible.
+                not JSON, another process that writes the directory. The message names the rank and the
+                reason, and all ranks raise the same error. Files that are half written are removed if
+                possible.
         """
-        staging = staging_path(directory, step)
+        staging: Path | None = None
         purpose = f"cannot save step {step} in {directory}"
         spread = self.spread if self.spread is not None and directory == self.spread.directory else None
         acts = coordinator.rank == 0 if spread is None else spread.is_first
         try:
             if spread is not None:
+                number = self._claim_together(directory, purpose, coordinator, acts=acts)
+                staging = staging_path(directory, step, number)
                 return self._save_spread(spread, staging, purpose, step, pieces, state, coordinator)
-            attempt_on_rank_zero(coordinator, purpose, lambda: self._prepare(staging))
+            while staging is None:
+                staging = attempt_on_rank_zero(coordinator, purpose, lambda: self._begin(directory, step))
             target = attempt_for_rank_zero(
                 coordinator,
                 purpose,
@@ -171,7 +181,7 @@ class Saver:
             )
         except BaseException:
             self._told, self._known = None, []
-            if acts:
+            if acts and staging is not None:
                 with contextlib.suppress(OSError):
                     remove_tree(staging, self.files)
             raise
@@ -197,7 +207,8 @@ class Saver:
     ) -> Path:
         """Save a checkpoint of which each host keeps a part; return its directory on this host."""
         acts = spread.is_first
-        attempt_together(coordinator, purpose, lambda: self._prepare(staging) if acts else None)
+        writer = self._common
+        attempt_together(coordinator, purpose, lambda: self._prepare(staging, writer) if acts else None)
         text: bytes = attempt_for_rank_zero(
             coordinator,
             purpose,
@@ -216,12 +227,40 @@ class Saver:
                 delete([path for path in checkpoints(staging.parent) if path != target], self.files)
         return target
 
-    def _prepare(self, staging: Path) -> None:
-        directory = staging.parent
+    def close(self) -> None:
+        """Give up the directories that this process has saved to; a later save claims its own again."""
+        for claiming in self._claiming.values():
+            if (writer := claiming.made) is not None:
+                writer.close()
+        self._claiming = {}
+
+    def _begin(self, directory: Path, step: int) -> Path | None:
+        """Return a new directory to write a checkpoint in; None if this process may not save there yet."""
+        if (writer := self._claim(directory)) is None:
+            return None
+        staging = staging_path(directory, step, writer.number)
+        self._prepare(staging, writer.number)
+        return staging
+
+    def _claim(self, directory: Path) -> Writer | None:
         if not directory.exists():
             self.files.make_directory(directory)
             self.files.sync_directory(directory.parent)
-        sweep(directory, self.files)
+        return self._claiming.setdefault(directory, Claiming(directory, warnings.warn)).poll()
+
+    def _claim_together(self, directory: Path, purpose: str, coordinator: Coordinator, *, acts: bool) -> int:
+        """Claim each host's directory; return a number that is equal on all hosts, since names have it."""
+        while not self._common:
+            claims = attempt_together(coordinator, purpose, lambda: self._number(directory) if acts else 0)
+            self._common = 0 if None in claims else max(number or 0 for number in claims)
+        return self._common
+
+    def _number(self, directory: Path) -> int | None:
+        writer = self._claim(directory)
+        return None if writer is None else writer.number
+
+    def _prepare(self, staging: Path, writer: int) -> None:
+        sweep(staging.parent, self.files, writer)
         self.files.make_directory(staging)
 
     def _write_part(self, staging: Path, rank: int, pieces: Sequence[Piece]) -> Part:
@@ -272,6 +311,9 @@ class Saver:
         write_file(staging / MANIFEST_NAME, iter([memoryview(manifest.to_json())]), self.files)
         self.files.sync_directory(staging)
         target = free_path(staging.parent, manifest.step)
+        writer = self._claiming[staging.parent].made
+        assert writer is not None
+        writer.require_newest()
         self.files.rename(staging, target)
         self.files.sync_directory(target.parent)
         return target

@@ -20,6 +20,7 @@ from shoal.checkpoint.directory import age_of, checkpoints, free_path, staging_p
 from shoal.checkpoint.files import REAL_FILES, remove_tree, write_file
 from shoal.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from shoal.errors import CheckpointError, ConfigError, CorruptCheckpointError, MissingExtraError
+from shoal.run.writer import claimed
 
 __all__ = ["Store", "is_url"]
 
@@ -150,7 +151,10 @@ class Store:
 
     def _copy(self, name: str, manifest: Manifest, told: bytes, target: Path) -> Path:
         """Copy a checkpoint's files and then its manifest, as a save would write them."""
-        staging = staging_path(target, manifest.step)
+        with claimed(target) as writer:
+            return self._copy_to(staging_path(target, manifest.step, writer.number), name, manifest, told)
+
+    def _copy_to(self, staging: Path, name: str, manifest: Manifest, told: bytes) -> Path:
         REAL_FILES.make_directory(staging)
         try:
             for file, record in manifest.files.items():
@@ -163,9 +167,9 @@ class Store:
                     )
             write_file(staging / MANIFEST_NAME, iter([memoryview(told)]), REAL_FILES)
             REAL_FILES.sync_directory(staging)
-            found = free_path(target, manifest.step)
+            found = free_path(staging.parent, manifest.step)
             REAL_FILES.rename(staging, found)
-            REAL_FILES.sync_directory(target)
+            REAL_FILES.sync_directory(staging.parent)
         except BaseException:
             remove_tree(staging, REAL_FILES)
             raise

@@ -11,7 +11,7 @@ from typing import Any
 
 from shoal.errors import RunError
 from shoal.run import Run
-from shoal.run.alive import is_alive
+from shoal.run.writer import is_written
 
 __all__ = ["add_parser", "run"]
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     from shoal.launch import ask_to_leave
 
     found = Run.open(args.path)
-    if is_alive(found.alive_file) is False:
+    if is_written(found.checkpoints) is False:
         raise RunError(
             f"{args.path} does not go on", possible="a run that trains now", change="give such a run"
         )

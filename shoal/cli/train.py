@@ -230,9 +230,11 @@ def _on_local_ranks(
 ) -> int:
     from shoal.launch import launch, launch_elastic
     from shoal.run import Run
+    from shoal.run.writer import require_free
     from shoal.train import FOLDER, memory_folder
 
     run = Run(job.path)
+    require_free(run.checkpoints, f"the run {run.path}")
     with tempfile.NamedTemporaryFile(prefix="shoal-", suffix=".job") as file:
         file.write(encode(job))
         file.flush()

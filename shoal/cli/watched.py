@@ -15,9 +15,9 @@ from typing import Any, final
 from shoal.diagnosis import Told, Verdict, told_by, verdict
 from shoal.errors import ShoalError
 from shoal.run import Account, FollowedAccount, Run
-from shoal.run.alive import is_alive
 from shoal.run.follow import FollowedFile, sampled_lines
 from shoal.run.metrics import NOT_FINITE
+from shoal.run.writer import is_written
 from shoal.simulate import Prediction, mark_bubbles, recorded_cluster
 from shoal.timeline import Breakdown, Kind, Span, Timeline, explain
 from shoal.timeline.clocks import OneClock, Origin, Tie, read_ties
@@ -154,7 +154,7 @@ class WatchedRun:
                 is_new, self._is_judged = True, False
         if is_new:
             self._changed = time.time()
-        alive = is_alive(self._run.alive_file)
+        alive = is_written(self._run.checkpoints)
         timeline, breakdown, judged = self._judge(is_over=alive is False)
         return Seen(
             description=self._run.description,

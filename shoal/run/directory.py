@@ -6,10 +6,10 @@ timeline/rank-*.jsonl   the Timeline of each rank
 timeline/clock-*.jsonl  what one rank of each further host measured of its clock
 memory/rank-*.json      the memory of each rank in one step
 checkpoints/step-*/     saved states
+checkpoints/.writer-*   the process that writes the run: see `shoal.run.writer`
 servers/server-*.jsonl  what each parameter server applied, with its staleness
 decisions.jsonl         what exchange=auto, or the guard of stale gradients, decided, with reasons
 doctor/HOST.json        what each host looked like when the run started
-alive                   locked while the run goes on: see `shoal.run.alive`
 members.jsonl           ranks that were lost and came while others trained, with the time and the reason
 events.jsonl            launches, failures, and what the time between them went into: see `shoal.run.events`
 log/                    what each rank of a local run printed, and what loggers write
@@ -24,6 +24,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -89,7 +90,13 @@ class Run:
             run.path.mkdir(mode=_OWNER_ALONE, parents=True, exist_ok=True)
             for directory in (run.timeline, run.checkpoints, run.log):
                 directory.mkdir(exist_ok=True)
-            _write_atomically(run.path / _DESCRIPTION, text)
+            _write_atomically(run.path / _DESCRIPTION, text, is_new=True)
+        except FileExistsError as error:
+            raise RunError(
+                f"{run.path} was made by another process just now",
+                possible="one process for a run",
+                change="give another path, or resume the run that is there once it has ended",
+            ) from error
         except OSError as error:
             raise RunError(
                 f"the run {run.path} cannot be made: {error}",
@@ -161,11 +168,6 @@ class Run:
     def metrics_file(self) -> Path:
         """Return the file of the metrics; absent until the first step."""
         return self.path / "metrics.jsonl"
-
-    @property
-    def alive_file(self) -> Path:
-        """Return the file that is locked while the run goes on."""
-        return self.path / "alive"
 
     @property
     def timeline(self) -> Path:
@@ -243,14 +245,23 @@ def _runs(parent: Path) -> list[Path]:
     return [description.parent for description in descriptions]
 
 
-def _write_atomically(path: Path, text: str) -> None:
-    """Write a file so that it exists whole or not at all, also after a loss of power."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+def _write_atomically(path: Path, text: str, *, is_new: bool = False) -> None:
+    """Write a file so that it exists whole or not at all, also after a loss of power.
+
+    Raises:
+        FileExistsError: It is to be new, and is there.
+    """
+    temporary = path.with_name(f"{path.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        with temporary.open("x", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        if is_new and path.exists():
+            raise FileExistsError(path)
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
     directory = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(directory)

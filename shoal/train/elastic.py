@@ -8,6 +8,7 @@ import dataclasses
 import gc
 import time
 import traceback
+import uuid
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from shoal.errors import CommunicationError, UserError
 from shoal.launch import EXIT_STOPPED, Generation, Membership, StopSignal, World, meet
 from shoal.plan import Plan
 from shoal.run import Run
+from shoal.run.writer import name_group
 from shoal.train.execute import execute_as_member
 from shoal.train.execution import Regroup
 from shoal.train.job import Job, Resume
@@ -27,6 +29,7 @@ __all__ = ["abort", "execute_elastic", "group_failure"]
 _PATIENCE = 600.0  # seconds for the launcher to make another generation, for which it may wait for hosts
 _PAUSE = 0.02  # seconds between two looks for the Plan of a generation
 _NO_PLAN = "none"
+_TRAINING = "training"
 
 
 def execute_elastic(job: Job, world: World, membership: Membership, stop: StopSignal) -> int:
@@ -44,10 +47,12 @@ def execute_elastic(job: Job, world: World, membership: Membership, stop: StopSi
     store = meet(world, timeout=job.config.timeout)
     if membership.generation.number >= 0:  # if it ended by a signal, others would lose a group
         stop.heed()
+    training = store.compare_set(_TRAINING, "", uuid.uuid4().hex).decode()
     membership.ready()
     failure: BaseException | None = None
     try:
         while (generation := membership.next(_PATIENCE, lambda: stop.received is not None)) is not None:
+            name_group(training, generation.number)
             ended = _execute_in(generation, job, world, stop, membership, store)
             if isinstance(ended, int):
                 with contextlib.suppress(RuntimeError):  # all is saved, whatever becomes of the others

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,6 +19,7 @@ from shoal.checkpoint import (
 from shoal.errors import CommunicationError
 from shoal.launch import Membership, StopSignal, World, choose_device, join
 from shoal.parallel import own_device
+from shoal.run.writer import name_group
 from shoal.train.execution import Execution, Regroup
 from shoal.train.job import Job, nothing_left_to_do
 from shoal.train.randomness import compute_deterministically
@@ -100,6 +102,7 @@ def _execute_as_worker(role: Role, stop: StopSignal) -> int:
         if role.is_first:
             print(role.done, file=sys.stderr)
         return 0
+    name_group(hashlib.sha256(role.token.encode()).hexdigest(), role.first_rank)
     with _begun(role.job, role.world, role.ranks_meet) as device:
         coordinator: Coordinator = ProcessGroupCoordinator() if dist.is_initialized() else SingleProcess()
         try:

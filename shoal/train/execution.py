@@ -17,7 +17,7 @@ from shoal.launch import EXIT_STOPPED, PEER, Membership, StopSignal, World
 from shoal.plan import Plan
 from shoal.record import ClockExchange, Marks, exchange_clocks
 from shoal.run import Account, Decision, Run, write_decision
-from shoal.run.alive import AliveLock
+from shoal.train.claim_together import claim_together
 from shoal.train.classes import for_model, prepared
 from shoal.train.compiling import Compiling
 from shoal.train.config import describe_config
@@ -93,8 +93,8 @@ class Execution:
         self._meet()
         self._run = Run.open(job.path)
         begins = 0 if role is None else role.first_rank
-        look_at_host(self._run, world, unit=begins, replaces_ranks=(is_member := membership is not None))
-        self._alive = AliveLock(self._run.alive_file, waits=is_member) if self._is_first else None
+        self._writer = claim_together(coordinator, self._run, self._live.say, acts=self._is_first)
+        look_at_host(self._run, world, unit=begins, replaces_ranks=membership is not None)
         self._time = TimeAccount(self._run, job.launched, job.processes, self._is_first, self._take_account)
         marks, record, number, run = Marks(), self._config.record, self._number, self._run
         first, say = number - world.rank, self._live.say
@@ -192,8 +192,8 @@ class Execution:
             self._time.write()
             self._loggers.close()
             self._profiling.close()
-            if self._alive is not None:
-                self._alive.close()
+            if self._writer is not None:
+                self._writer.close()
             self._compiling.close()
             if self._uploading is not None:
                 self._uploading.close()
@@ -232,6 +232,8 @@ class Execution:
 
     def _make_step(self, *, stop: bool) -> None:
         trainer = self._trainer
+        if self._writer is not None:
+            self._writer.require()
         number = trainer.step_count + 1
         memory = self._memory.step(trainer.parallel, trainer.optimizer, number)
         with self._profiling.step(number), memory:

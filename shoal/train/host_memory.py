@@ -30,6 +30,7 @@ from shoal.checkpoint import (
 from shoal.collectives.interface import split_address
 from shoal.errors import CheckpointError, CommunicationError, CorruptCheckpointError
 from shoal.launch import MANIFEST, PEER, TOKEN_FILE, Held, Peer, held_in, is_there, read_token
+from shoal.run.writer import Claiming
 
 __all__ = ["HostMemory"]
 
@@ -149,7 +150,8 @@ class HostMemory:
             return self.directory / held.name
         other = self._holders(identity)[0]
         name = self._holdings[other][identity].name
-        staging = staging_path(self.directory, step_of(Path(name)))
+        writer = Claiming(self.directory).wait()
+        staging = staging_path(self.directory, step_of(Path(name)), writer.number)
         staging.mkdir(parents=True, exist_ok=True)
         with self._peer(other) as peer:
             if peer.fetch(f"{name}/{MANIFEST}", staging / MANIFEST) != identity:

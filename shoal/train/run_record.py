@@ -23,7 +23,7 @@ from shoal.plan import Plan
 from shoal.record import ClockExchange, MetricsWriter, Recorder, exchange_clocks, open_recorder
 from shoal.release import release
 from shoal.run import Decision, Run, write_decision
-from shoal.run.alive import AliveLock
+from shoal.train.claim_together import claim_together
 from shoal.train.step_memory import MemoryRecord
 from shoal.train.time_account import TimeAccount
 
@@ -60,7 +60,8 @@ class RunRecord:
         recorder: Recorder of spans.
 
     Raises:
-        RunError: On all ranks: the directory holds something else, or cannot be made.
+        RunError: On all ranks: the directory holds something else, cannot be made, or another process writes
+            it.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class RunRecord:
         self.run = Run(path)
         self._goes_on = self._open_together()
         say = print if coordinator.rank == 0 else lambda text: None
-        self._alive = AliveLock(self.run.alive_file) if coordinator.rank == 0 else None
+        self._writer = claim_together(coordinator, self.run, say, acts=coordinator.rank == 0)
         self._owns_recorder = recorder is None
         self.recorder: Recorder = recorder or open_recorder(
             self.run.timeline_file(coordinator.rank), coordinator.rank, device, say=say
@@ -125,7 +126,13 @@ class RunRecord:
 
     @contextmanager
     def step(self, parallel: Parallel, optimizer: torch.optim.Optimizer, step: int) -> Iterator[None]:
-        """Return a context for a step, whose time is noted, and whose memory may be measured."""
+        """Return a context for a step, whose time is noted, and whose memory may be measured.
+
+        Raises:
+            RunError: Another process has begun to write the Run.
+        """
+        if self._writer is not None:
+            self._writer.require()
         if self._time is None:
             ranks, is_writer = self._coordinator.size, self._coordinator.rank == 0
             self._time = TimeAccount(self.run, self._launched, ranks, is_writer)
@@ -159,8 +166,8 @@ class RunRecord:
             self.recorder.close()
         if self._metrics is not None:
             self._metrics.close()
-        if self._alive is not None:
-            self._alive.close()
+        if self._writer is not None:
+            self._writer.close()
 
     def _open_together(self) -> bool:
         """Return whether the Run existed before; if not, rank 0 makes it."""

@@ -231,6 +231,7 @@ class Saves:
         if self._background is not None:
             _end(self._background, self.patience if isinstance(reason, CommunicationError) else _OTHERS)
             self.poll()
+        self._saver.close()
 
     def _reserve(self, pieces: Sequence[Piece], in_memory: int = 0) -> str:
         """Reserve memory for a copy of the pieces on all ranks; return why there is none, or ""."""

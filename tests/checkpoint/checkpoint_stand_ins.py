@@ -283,4 +283,5 @@ def rewrite_manifest(path: Path, change: Callable[[Manifest], Manifest]) -> None
 
 
 def names(directory: Path) -> Sequence[str]:
-    return sorted(path.name for path in directory.iterdir())
+    """The names in a directory, without its writer's claim."""
+    return sorted(path.name for path in directory.iterdir() if not path.name.startswith(".writer-"))

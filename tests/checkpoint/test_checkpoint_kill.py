@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing import Pipe
@@ -27,7 +29,7 @@ from checkpoint_stand_ins import (
     wholes,
 )
 
-from shoal.checkpoint import FileSystem, Saver, SingleProcess, checkpoints, latest, retain, save
+from shoal.checkpoint import FileSystem, Saver, SingleProcess, checkpoints, latest, retain, save, verify
 
 OLD, NEW = tensors(1), tensors(2)
 Protocol = Callable[[Path, FileSystem], object]
@@ -191,3 +193,32 @@ def test_when_either_of_two_ranks_dies_the_other_raises_and_a_checkpoint_stays(
         assert_old_or_new_is_loadable(directory)
         assert_the_next_save_works_and_cleans_up(directory)
         shutil.rmtree(directory)
+
+
+@pytest.mark.filterwarnings("ignore:process .* has not given up")
+def test_a_writer_that_wakes_after_another_took_over_commits_nothing(
+    one_saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.run.writer._LEASE", 0.0)
+
+    def save_elsewhere(directory: Path, place: int) -> None:
+        monkeypatch.setattr("shoal.run.claim._kernel", lambda: "another one")
+        pause = lambda: os.kill(os.getpid(), signal.SIGSTOP)  # noqa: E731
+        save_next_step(directory, StoppingFiles(place, pause, grain=1 << 20))
+
+    outcomes = set()
+    for place in range(count_places(save_next_step, one_saved, tmp_path, 1 << 20)):
+        directory = shutil.copytree(one_saved, tmp_path / str(place))
+        child = fork(lambda d=directory, k=place: save_elsewhere(d, k))
+        assert os.WIFSTOPPED(os.waitpid(child, os.WUNTRACED)[1])
+        was_complete = (directory / "step-00000200").exists()
+        mine = save(directory, 300, wholes(OLD), {}, SingleProcess())
+        os.kill(child, signal.SIGCONT)
+        assert reap(child) == (0 if was_complete else RAISED)
+        outcomes.add(was_complete)
+        assert (directory / "step-00000200").exists() == was_complete
+        assert latest(directory, SingleProcess(), pytest.fail) == mine
+        for path in checkpoints(directory):
+            verify(path)
+        assert names(directory) == sorted(path.name for path in checkpoints(directory))
+    assert outcomes == {True, False}

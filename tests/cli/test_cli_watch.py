@@ -11,7 +11,7 @@ from shoal.cli.watch_drawn import drawn, sparkline
 from shoal.cli.watched import WatchedRun
 from shoal.diagnosis import verdict
 from shoal.run import Run, metrics_line
-from shoal.run.alive import AliveLock
+from shoal.run.writer import Claiming
 from shoal.timeline import Kind, Lane, Span, Timeline
 
 STEPS = 30
@@ -59,7 +59,7 @@ def append(path, text):
 
 def test_a_run_is_followed_through_torn_lines_until_its_last_step(run, monkeypatch):
     monkeypatch.setattr("shoal.cli.watched._STEPS", 20)
-    lock = AliveLock(run.alive_file)
+    lock = Claiming(run.checkpoints).wait()
     watched = WatchedRun(run)
     seen = watched.look()
     assert (seen.values["step"], seen.left, seen.alive) == (10, 20.0, True)
@@ -84,7 +84,7 @@ def test_a_run_is_followed_through_torn_lines_until_its_last_step(run, monkeypat
 
 
 def test_verdicts_rest_between_looks_and_the_last_one_knows_all_steps(run):
-    lock = AliveLock(run.alive_file)
+    lock = Claiming(run.checkpoints).wait()
     watched = WatchedRun(run, rest=1e9)
     first = watched.look()
     Timeline(spans(1, STEPS + 1)).write(run.timeline)
@@ -128,7 +128,7 @@ def test_a_sparkline_spans_its_range_and_marks_what_is_not_finite():
 
 def test_the_command_ends_with_the_run_and_says_how(run, capsys, monkeypatch):
     monkeypatch.setattr("os.nice", int)  # this process goes on
-    AliveLock(run.alive_file).close()
+    Claiming(run.checkpoints).wait().close()
     assert main(["watch", str(run.path)]) == 1
     assert capsys.readouterr().out == (
         "step 10/30  loss 4.000  tokens/s 1,000  20 s left  compute 70%, other 30%  "

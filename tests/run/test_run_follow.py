@@ -1,14 +1,10 @@
-"""Files that are read while they are written, and whether their writer lives."""
+"""Files that are read while they are written."""
 
 import os
-import signal
-import subprocess
-import sys
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.run.alive import AliveLock, is_alive
 from shoal.run.follow import FollowedFile, sampled_lines
 
 TEXT = "".join(f"line {number} of the file äöü\n" for number in range(50))
@@ -58,22 +54,3 @@ def test_sampled_lines_are_whole_and_evenly_spread(tmp_path):
     assert max(abs(number - 100_000 * at / 101) for at, number in enumerate(numbers)) < 3
     path.write_text("1\n2\n3\n")
     assert [line.strip() for line in sampled_lines(path, 100)] == ["1", "2", "3"]
-
-
-def test_the_lock_of_a_killed_process_is_given_back(tmp_path):
-    path = tmp_path / "alive"
-    assert is_alive(path) is None
-    program = (
-        "import sys, time; from pathlib import Path; from shoal.run.alive import AliveLock;"
-        f"held = AliveLock(Path({str(path)!r})); print('held', flush=True); time.sleep(60)"
-    )
-    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b"held\n"
-        assert is_alive(path) is True
-        process.send_signal(signal.SIGKILL)
-    assert is_alive(path) is False
-    lock = AliveLock(path)
-    assert is_alive(path) is True
-    lock.close()
-    assert is_alive(path) is False
-    AliveLock(tmp_path / "nowhere" / "alive").close()  # costs nothing but the answer
