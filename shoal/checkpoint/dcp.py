@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import uuid
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -80,7 +81,7 @@ def to_dcp(checkpoint: Path, folder: Path) -> int:
         for key, path in paths.items()
     }
     state[_FACTS] = torch.frombuffer(bytearray(facts.encode()), dtype=torch.uint8)
-    staging = folder.with_name(f"{folder.name}.tmp")
+    staging = folder.with_name(f"{folder.name}.{uuid.uuid4().hex}.tmp")
     planner = _FromCheckpoint(checkpoint, manifest, paths)
     try:
         with _without_warnings():

@@ -171,8 +171,11 @@ class Saver:
                 number = self._claim_together(directory, purpose, coordinator, acts=acts)
                 staging = staging_path(directory, step, number)
                 return self._save_spread(spread, staging, purpose, step, pieces, state, coordinator)
-            while staging is None:
-                staging = attempt_on_rank_zero(coordinator, purpose, lambda: self._begin(directory, step))
+            while not (
+                name := attempt_on_rank_zero(coordinator, purpose, lambda: self._begin(directory, step))
+            ):
+                pass
+            staging = directory / name
             target = attempt_for_rank_zero(
                 coordinator,
                 purpose,
@@ -234,13 +237,13 @@ class Saver:
                 writer.close()
         self._claiming = {}
 
-    def _begin(self, directory: Path, step: int) -> Path | None:
-        """Return a new directory to write a checkpoint in; None if this process may not save there yet."""
+    def _begin(self, directory: Path, step: int) -> str:
+        """Make a directory for a checkpoint; return its name, "" if it is not known yet whether one may."""
         if (writer := self._claim(directory)) is None:
-            return None
+            return ""
         staging = staging_path(directory, step, writer.number)
         self._prepare(staging, writer.number)
-        return staging
+        return staging.name
 
     def _claim(self, directory: Path) -> Writer | None:
         if not directory.exists():

@@ -3,15 +3,19 @@
 An entry is one file: a header of fixed size, which is JSON filled up with spaces, then the tokens as they
 are memory-mapped. It is written under another name and renamed when it is complete and on disk, so that a
 file with an entry's name is a whole entry, unless the disk or another program damaged it; then its
-header or its size does not fit, and it counts as absent. Writers of one entry take turns on a lock.
+header or its size does not fit, and it counts as absent. Writers of one entry take turns on a lock. Where
+locks do not reach another host, each writes a file of its own, and the last one counts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
 import tempfile
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -26,6 +30,7 @@ from shoal.data.stream import StreamInfo
 __all__ = ["Entry", "default_directory", "read_or_write_entry"]
 
 _HEADER_BYTES = 1 << 16  # pages, so that the tokens are aligned for any dtype; holds the names of classes
+_LEFT = 600.0  # seconds without a change after which an unfinished file was left by a writer that is gone
 
 Entry = tuple[StreamInfo, NDArray[np.integer]]
 
@@ -104,9 +109,14 @@ def _read_entry(path: Path, key: str) -> Entry | None:
 
 
 def _write_entry(path: Path, key: str, write: Callable[[BinaryIO, BinaryIO], StreamInfo]) -> None:
-    unfinished = path.with_suffix(".tmp")  # always the same name: the lock holder overwrites an old file
+    # Names differ, so that two hosts whose locks do not meet write no file together.
+    for left in path.parent.glob(f"{key}.*.tmp"):
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > _LEFT:
+                left.unlink()
+    unfinished = path.with_suffix(f".{uuid.uuid4().hex}.tmp")
     try:
-        with open(unfinished, "wb") as file:
+        with open(unfinished, "xb") as file:
             file.seek(_HEADER_BYTES)
             with tempfile.TemporaryFile(dir=path.parent) as second:
                 info = write(file, second)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,7 +146,7 @@ def export(
     dtype = dtype or str(layout.config.get("dtype") or layout.config.get("torch_dtype") or "float32")
     if dtype not in DTYPES:
         dtype = "float32"
-    staging = directory.with_name(f"{directory.name}.tmp")
+    staging = directory.with_name(f"{directory.name}.{uuid.uuid4().hex}.tmp")
 
     def write(checkpoint: Path) -> tuple[int, int, int]:
         shutil.rmtree(staging, ignore_errors=True)

@@ -92,6 +92,8 @@ def test_a_disk_that_is_full_in_the_middle_of_a_file_costs_that_checkpoint_alone
     assert attempt(3) == [saved / "step-00000003"] * 2
     for path in checkpoints(saved):
         verify(path)
+    for saver in savers:
+        saver.close()
 
 
 def test_a_folder_without_permission_to_write_is_named_on_all_ranks(public_path: Path) -> None:
@@ -99,7 +101,7 @@ def test_a_folder_without_permission_to_write_is_named_on_all_ranks(public_path:
     with unprivileged():
         errors = on_ranks(2, lambda ranks: save(public_path, 1, share(tensors(1), ranks.rank, 2), {}, ranks))
     assert {str(error) for error in errors} == {
-        f"cannot save step 1 in {public_path}: rank 0: Permission denied: {public_path}/step-00000001.tmp"
+        f"cannot save step 1 in {public_path}: rank 0: Permission denied: {public_path}/.writer-00000001"
     }
 
 
