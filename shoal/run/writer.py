@@ -31,8 +31,8 @@ from shoal.run.claim import Claim, claim_path, claims_in, is_alive, lock, newest
 
 __all__ = ["Claiming", "Writer", "claimed", "is_written", "name_group", "require_free"]
 
-_BEAT = 5.0  # seconds between two changes of the counter
-_LEASE = 30.0  # seconds without a change after which a process of another machine counts as ended
+_BEAT = 2.0  # seconds between two changes of the counter
+_LEASE = 20.0  # seconds without a change after which a process of another machine counts as ended
 _PAUSE = 0.2  # seconds between two looks at it
 
 
