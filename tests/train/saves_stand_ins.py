@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import signal
 import threading
 import time
@@ -40,7 +41,7 @@ def failing_disk() -> contextlib.AbstractContextManager[object]:
     """Shards of step 4 cannot be written."""
 
     def write(self: RealFiles, file: FileIO, data: memoryview) -> None:
-        if "step-00000004.tmp/rank" in str(file.name):
+        if re.search(r"step-00000004\.\d+\.tmp/rank", str(file.name)):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         WRITE(self, file, data)
 
