@@ -129,7 +129,10 @@ class Command:
     def said(self) -> str:
         """Return the first line that speaks of another process."""
         lines = self.output.read_text(errors="replace").splitlines()
-        return next((line.strip() for line in lines if " writes " in line or "given up" in line), "")
+        told = [
+            line.strip() for line in lines if " writes " in line or "given up" in line or "shoal:" in line
+        ]
+        return max(told, key=lambda line: " writes " in line, default="")
 
 
 def descendants(pid: int) -> list[int]:

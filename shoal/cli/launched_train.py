@@ -9,7 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Self
 
-from shoal.cli import train
+from shoal.cli import nodes, train
 from shoal.errors import ConfigError
 
 __all__ = ["TrainWords", "add_words"]
@@ -47,13 +47,7 @@ class TrainWords:
     @property
     def run(self) -> Path:
         """The directory of the run, as far as the words say; that of a run that goes on is not in them."""
-        resumed = self.parsed.resume
-        if self.parsed.directory is not None:
-            return Path(self.parsed.directory)
-        if resumed in (None, "auto"):
-            return Path("runs")
-        path = Path(resumed)
-        return path.parent.parent if path.name.startswith("step-") else path
+        return nodes.given_run(self.parsed) or Path("runs")
 
     @property
     def grace(self) -> float | None:

@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.errors import ConfigError, PlanError
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from shoal.launch import Meeting, Nursery
     from shoal.train import Job
 
-__all__ = ["add_arguments", "run_on_hosts"]
+__all__ = ["add_arguments", "given_run", "run_on_hosts"]
 
 _PORT = 29500  # torchrun's
 
@@ -133,7 +134,17 @@ def _meeting(args: argparse.Namespace, address: tuple[str, int], *, leads: bool)
         ranks=ranks,
         token=find_token(makes=leads),
         grace=args.grace,
+        run="" if (run := given_run(args)) is None else str(run.absolute()),
     )
+
+
+def given_run(args: argparse.Namespace) -> Path | None:
+    """Return the directory of the run that `shoal train` was given; None if it is not in its arguments."""
+    given = args.directory if args.directory is not None else args.resume
+    if given in (None, "auto"):
+        return None
+    path = Path(given)
+    return path.parent.parent if path.name.startswith("step-") else path
 
 
 def _ranks_of_host() -> int:

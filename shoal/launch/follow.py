@@ -23,10 +23,10 @@ from typing import Any, final
 from shoal.errors import CommunicationError
 from shoal.launch.elastic import member_environments
 from shoal.launch.gate import Gate, StoreDoor
+from shoal.launch.host import BEAT, SILENCE, answers
 from shoal.launch.hosts import Meeting, surroundings
 from shoal.launch.launcher import END, TERMINAL, listen_for
 from shoal.launch.link import Link, LinkBusyError, dial
-from shoal.launch.linked_hosts import BEAT, SILENCE
 from shoal.launch.local_ranks import LocalRanks
 from shoal.launch.members import WAIT
 from shoal.launch.membership import AFTER
@@ -36,6 +36,7 @@ from shoal.launch.outcome import Outcome
 from shoal.launch.relay import Relay
 from shoal.launch.stopping import StopRequest, signals_noted
 from shoal.launch.token import read_token
+from shoal.release import release
 
 __all__ = ["follow"]
 
@@ -63,21 +64,29 @@ def follow(
     Raises:
         CommunicationError: The host that leads cannot be reached, or is gone.
     """
-    token = read_token(meeting.token)
     known = _Known(memory)
+    waiting = _Waiting(f"the host that leads, at {meeting.address[0]}:{meeting.address[1]}")
     why = "nothing listens there"
     since = time.monotonic()
     with signals_noted() as signals:
         while time.monotonic() - since < WAIT and not signals:
+            if not meeting.token.exists():
+                waiting.say(f"there is no {meeting.token}: it makes this file; copy it to this host")
+                time.sleep(_PAUSE)
+                continue
+            token = read_token(meeting.token)
             try:
                 link = dial(meeting.address, token)
             except LinkBusyError:  # it prepares the data, which may take long
+                waiting.say("it is there, and prepares its data")
                 since = time.monotonic()
                 continue
             except OSError as error:
                 why = str(error) if why == "nothing listens there" else why
+                waiting.say(str(error))
                 time.sleep(_PAUSE)
                 continue
+            waiting.is_over()
             told = _Following(meeting, module, environment, known, nursery, link, token).run(signals)
             if isinstance(told, int):
                 return told
@@ -90,6 +99,25 @@ def follow(
         f"the host that leads the run, {host}, is gone: {why}. Start the run again on all hosts, with "
         "--resume auto"
     )
+
+
+@final
+class _Waiting:
+    """Says what this host waits for, once for each reason."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._said: set[str] = set()
+
+    def say(self, why: str) -> None:
+        """Say why it waits, unless that was said."""
+        if why not in self._said:
+            print(f"shoal: waits for {self._what}, up to {WAIT:g} s: {why}", file=sys.stderr, flush=True)
+        self._said.add(why)
+
+    def is_over(self) -> None:
+        """Forget what was said: a later wait is another one."""
+        self._said.clear()
 
 
 @final
@@ -145,13 +173,18 @@ class _Following:
         with contextlib.ExitStack() as stack:
             stack.callback(self._close)
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-")))
-            self._tell(kind="host", ranks=self._meeting.ranks, name=socket.gethostname())
+            about = {"ranks": self._meeting.ranks, "run": self._meeting.run, "version": release()}
+            self._tell(kind="host", name=socket.gethostname(), port=self._gate.port, **about)
             while True:
                 self._wait()
                 while not self._told.empty():
                     told = self._told.get()
                     if isinstance(told, OSError):
-                        return _why(told)
+                        if isinstance(told, TimeoutError):
+                            self._tell(closes=f"it heard nothing from the host that leads for {SILENCE:g} s")
+                        return _why(told, self._meeting.address)
+                    if told["do"] == "lost":
+                        return f"the host that leads went on without this one: {told['why']}"
                     if told["do"] == "end":
                         return self._end(int(told["code"]), str(told["why"]))
                     self._obey(told, folder, stack)
@@ -258,9 +291,12 @@ class _Following:
         self._link.close()
 
 
-def _why(error: OSError) -> str:
+def _why(error: OSError, address: tuple[str, int]) -> str:
+    """Return what the end of the link says of the host that leads."""
     if isinstance(error, TimeoutError):
         return f"the host that leads was silent for {SILENCE:g} s"
-    if isinstance(error, ConnectionError):
+    is_there = answers(address)
+    if is_there is False:
         return "the launcher of the host that leads has ended"
-    return f"the host that leads cannot be reached: {error}"
+    what = "its launcher is there" if is_there else "it does not answer"
+    return f"the link to the host that leads was lost, and {what}: {error}"

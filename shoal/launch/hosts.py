@@ -23,8 +23,9 @@ from shoal.collectives.interface import interface_with
 from shoal.errors import CommunicationError, ConfigError, ShoalError
 from shoal.launch.elastic import member_environments
 from shoal.launch.gate import Gate, store_service
+from shoal.launch.host import Host
 from shoal.launch.launcher import store_on_loopback
-from shoal.launch.linked_hosts import Host, LinkedHosts
+from shoal.launch.linked_hosts import LinkedHosts
 from shoal.launch.local_ranks import LocalRanks
 from shoal.launch.members import WAIT, Members
 from shoal.launch.membership import PEER
@@ -51,6 +52,7 @@ class Meeting:
         ranks: Number of ranks on each host.
         token: The file of the run's token.
         grace: Seconds from a signal until the system ends this process; None if it does not.
+        run: The absolute path of the run, if it was given.
     """
 
     address: tuple[str, int]
@@ -59,6 +61,7 @@ class Meeting:
     ranks: int
     token: Path
     grace: float | None = None
+    run: str = ""
 
 
 def open_meeting(address: tuple[str, int]) -> socket.socket | None:
@@ -128,7 +131,7 @@ def lead(
     ):
         pump = Pump()
         address = str(listening.getsockname()[0])
-        own = Host(None, socket.gethostname(), address, meeting.ranks)
+        own = Host(None, socket.gethostname(), address, meeting.ranks, run=str(run.absolute()))
         told = {"job": job.hex(), "run": str(run), "ranks": world, "resumes": resumes, "leader": own.session}
         linked = LinkedHosts(own, meeting.least, meeting.most, Path(folder), told, pump.end)
         services = {"host": linked.join, "store": store_service(store.port, pump, linked.is_open)}

@@ -8,13 +8,15 @@ Each other host has a launcher that keeps a link to this one. Over it go, one JS
       {"do": "start", "rank", "changes"}                {"stopped": [rank, ...]}
       {"do": "signal", "number", "ranks"}               {"leaves": true}
       {"do": "more"}                                    {"lines": [[rank, descriptor, text], ...]}
+      {"do": "lost", "why"}                             {"closes": why}               before it closes
       {"do": "end", "code", "why"}                      {"lines": [...], "last": true}        last of all
       {} every second                                   {} every second
 
 Lines are what its ranks have printed; the next ones come after "more".
 
 A host is gone if its link ends, or if nothing came for `SILENCE` seconds. Its session ends then: what its
-ranks still send to the store is refused, so that they cannot go on by themselves.
+ranks still send to the store is refused, so that they cannot go on by themselves. It counts as ended only if
+its system says that nobody listens at its port any more; else a network may be cut, and it may go on.
 """
 
 from __future__ import annotations
@@ -22,73 +24,26 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import secrets
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, final
 
+from shoal.launch.host import BEAT, SILENCE, Gone, Host, end_of
 from shoal.launch.link import Link
 from shoal.launch.local_ranks import LocalRanks
 from shoal.launch.outcome import EXIT_STOPPED, Outcome
 from shoal.launch.output import NamedLines, pass_on
 from shoal.launch.relay import Lines
 
-__all__ = ["BEAT", "SILENCE", "Host", "LinkedHosts"]
-
-SILENCE = 15.0
-"""Seconds without a message after which a host is gone."""
-
-BEAT = 1.0
-"""Seconds between two messages of a host that has nothing to tell."""
+__all__ = ["LinkedHosts"]
 
 _LAST = 2.0  # seconds for the last lines of other hosts, when the run has ended
 _FRESH = 3 * BEAT  # seconds since a host's last message in which it is known to be there
 _LOST = -int(signal.SIGKILL)
-
-
-@dataclass(eq=False)
-class Host:
-    """A host that joined.
-
-    Attributes:
-        link: The link to its launcher; None for the host of this process.
-        name: Its name.
-        address: Its address.
-        ranks: Number of ranks that it can start.
-        session: What it is called in this run, and may use the store as.
-        numbers: Its ranks; empty while it stands by.
-        is_begun: Whether its ranks were started.
-        votes: Whether it was one of those that trained last.
-        is_leaving: Whether it ends once its ranks have left.
-        stopped: Those of its ranks whose processes are stopped.
-        heard: Time of its last message.
-    """
-
-    link: Link | None
-    name: str
-    address: str
-    ranks: int
-    session: str = field(default_factory=lambda: secrets.token_hex(8))
-    numbers: range = range(0)
-    is_begun: bool = False
-    votes: bool = False
-    is_leaving: bool = False
-    stopped: list[int] = field(default_factory=list)
-    heard: float = field(default_factory=time.monotonic)
-
-    def __str__(self) -> str:
-        return f"host {self.address}" + (f" ({self.name})" if self.name else "")
-
-    def tell(self, **message: Any) -> None:
-        """Send a message; if that fails, the thread that listens to the host notices it."""
-        if self.link is not None:
-            with contextlib.suppress(OSError):
-                self.link.send(message)
 
 
 @final
@@ -123,7 +78,7 @@ class LinkedHosts:
         self._waiting: list[Host] = []
         self._linked: tuple[Host, ...] = ()  # a new one at each change: another thread reads it
         self._codes: dict[int, int] = {}  # of ranks of other hosts
-        self._told: queue.Queue[tuple[Host, Mapping[str, Any] | OSError | None]] = queue.Queue()
+        self._told: queue.Queue[tuple[Host, Mapping[str, Any] | Gone | None]] = queue.Queue()
         self._voters, self._dead = 1, 0
         self._local: LocalRanks | None = None
         self._is_ended = threading.Event()
@@ -267,23 +222,33 @@ class LinkedHosts:
                 host, told = self._told.get(timeout=max(0.0, until - time.monotonic()))
                 if isinstance(told, Mapping):
                     _show(host, told.get("lines", []))
-                if host in left and (isinstance(told, OSError) or (told and "last" in told)):
+                if host in left and (isinstance(told, Gone) or (told and "last" in told)):
                     left.remove(host)
 
     def join(self, link: Link, asked: Mapping[str, Any]) -> None:
         """Take up a host, on the thread of its link, which listens to it until it is gone."""
         address = str(link.socket.getpeername()[0])
-        host = Host(link, str(asked.get("name", "")), address, int(asked.get("ranks", 0)))
+        host = Host(
+            link,
+            str(asked.get("name", "")),
+            address,
+            int(asked.get("ranks", 0)),
+            port=int(asked.get("port", 0)),
+            run=str(asked.get("run", "")),
+            version=str(asked.get("version", "an older one")),
+        )
         link.limit(SILENCE)
+        closes = ""
         self._told.put((host, None))
         try:
             while True:
                 message = link.receive()
                 host.heard = time.monotonic()
+                closes = str(message.get("closes", closes))
                 if message:
                     self._told.put((host, message))
         except OSError as error:
-            self._told.put((host, error))
+            self._told.put((host, end_of(host, error, closes)))
         link.close()
 
     @property
@@ -293,24 +258,22 @@ class LinkedHosts:
     def _running(self, host: Host) -> list[int]:
         return [rank for rank in host.numbers if rank not in self._codes] if host.is_begun else []
 
-    def _take(self, host: Host, told: Mapping[str, Any] | OSError | None) -> None:
+    def _take(self, host: Host, told: Mapping[str, Any] | Gone | None) -> None:
         if told is None:
             self._welcome(host)
-        elif host in self._waiting and isinstance(told, OSError):
+        elif host in self._waiting and isinstance(told, Gone):
             self._waiting.remove(host)
             self._forget(host)
         elif host not in self._places.values():
             return  # it has ended, as it was told to
-        elif isinstance(told, OSError):
+        elif isinstance(told, Gone):
             self._lose(host, told)
         else:
             self._note(host, told)
 
     def _welcome(self, host: Host) -> None:
-        if host.ranks != self._own.ranks:
-            why = (
-                f"it has {host.ranks} ranks, and the others have {self._own.ranks}: give all the same --nproc"
-            )
+        if why := host.unlike(self._own):
+            print(f"shoal: {host} is refused: {why}", file=sys.stderr, flush=True)
             host.tell(do="end", code=2, why=why)
             return
         self._waiting.append(host)
@@ -340,14 +303,14 @@ class LinkedHosts:
             host.tell(do="end", code=EXIT_STOPPED, why="its ranks have left")
             self._remove(host, is_dead=True)
 
-    def _lose(self, host: Host, error: OSError) -> None:
+    def _lose(self, host: Host, gone: Gone) -> None:
         """Count the ranks of a host as ended, as it is gone."""
-        is_dead = isinstance(error, ConnectionError)  # its system says so; else a network may be cut
-        why = "ended" if is_dead else f"was silent for {SILENCE:g} s"
         for rank in self._running(host):
-            Outcome(rank=rank, exit_code=1, error=f"{host} {why}").write(self._folder)
+            Outcome(rank=rank, exit_code=1, error=f"{host} {gone.why}").write(self._folder)
             self._codes[rank] = _LOST
-        self._remove(host, is_dead=is_dead)
+        if not gone.is_dead:
+            host.tell(do="lost", why=f"for the host that leads it {gone.why}")
+        self._remove(host, is_dead=gone.is_dead)
 
     def _remove(self, host: Host, *, is_dead: bool) -> None:
         place = next(place for place, each in self._places.items() if each is host)

@@ -22,10 +22,11 @@ def find_token(environment: Mapping[str, str] = os.environ, *, makes: bool) -> P
 
     Args:
         environment: The environment.
-        makes: Whether to make the file if it is missing.
+        makes: Whether to make the file if it is missing, as the host does that leads. Others may be started
+            before it.
 
     Raises:
-        ConfigError: The file is missing, too short, or others may read it.
+        ConfigError: The file is too short, or others may read it.
     """
     home = Path(environment.get("XDG_CONFIG_HOME") or Path.home() / ".config")
     path = Path(environment.get(TOKEN_FILE) or home / "shoal" / "token")
@@ -34,12 +35,17 @@ def find_token(environment: Mapping[str, str] = os.environ, *, makes: bool) -> P
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="ascii") as file:
             file.write(secrets.token_hex(32) + "\n")
-    read_token(path)
+    if path.exists():
+        read_token(path)
     return path
 
 
 def read_token(path: Path) -> bytes:
-    """Return the token of a file; errors as in `find_token`."""
+    """Return the token of a file.
+
+    Raises:
+        ConfigError: The file is missing, too short, or others may read it.
+    """
     try:
         mode, token = path.stat().st_mode, path.read_bytes().strip()
     except OSError as error:

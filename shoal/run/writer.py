@@ -58,6 +58,11 @@ class Writer:
         return self._claim.number
 
     @property
+    def name(self) -> str:
+        """The name of the file of the claim, in the directory."""
+        return claim_path(self.directory, self.number).name
+
+    @property
     def is_in_place(self) -> bool:
         """Whether the file of this claim is there."""
         try:

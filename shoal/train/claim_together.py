@@ -1,33 +1,38 @@
-"""Claim a run for a training: the first rank does, and the others wait for it."""
+"""Claim a run for a training: the first rank does, and the others check that they see the same directory."""
 
 from __future__ import annotations
 
+import platform
+import time
 from collections.abc import Callable
 
 from shoal.checkpoint import Coordinator
-from shoal.errors import ShoalError
+from shoal.errors import RunError, ShoalError
 from shoal.run import Run
 from shoal.run.writer import Claiming, Writer
 
 __all__ = ["claim_together"]
 
+_SEEN = 10.0  # seconds in which a file of one host is seen on another
+_PAUSE = 0.1  # seconds between two looks for it
+
 
 def claim_together(
     coordinator: Coordinator, run: Run, say: Callable[[str], object], *, acts: bool
 ) -> Writer | None:
-    """Return the claim, on the rank that acts; all ranks call this together.
+    """Return the claim, on the rank that acts; all ranks call this together, before they read the run.
 
     It may take as long as the process that had the run must be silent. Meanwhile the ranks hear of each
     other, so that none waits in one collective for long.
 
     Args:
         coordinator: The ranks.
-        run: The run.
+        run: The run, which the rank that acts has made.
         say: Told, in one line, why this waits.
         acts: Whether this rank claims; at most rank 0 does.
 
     Raises:
-        RunError: On all ranks: another process writes the run.
+        RunError: On all ranks: another process writes the run, or a rank does not see the directory.
     """
     claiming = Claiming(run.checkpoints, say, f"the run {run.path}") if acts else None
     outcome: bool | ShoalError = False
@@ -39,4 +44,26 @@ def claim_together(
         outcome = coordinator.all_gather_object(outcome)[0]
     if isinstance(outcome, ShoalError):
         raise outcome
-    return None if claiming is None else claiming.made
+    writer = None if claiming is None else claiming.made
+    _require_seen(coordinator, run, "" if writer is None else writer.name)
+    return writer
+
+
+def _require_seen(coordinator: Coordinator, run: Run, name: str) -> None:
+    """Check on all ranks that they see the claim of rank 0, if it has one.
+
+    Raises:
+        RunError: A rank does not see it.
+    """
+    if not (name := coordinator.all_gather_object(name)[0]):
+        return
+    until = time.monotonic() + _SEEN
+    while not (is_seen := (run.checkpoints / name).exists()) and time.monotonic() < until:
+        time.sleep(_PAUSE)
+    hosts = [host for host in coordinator.all_gather_object("" if is_seen else platform.node()) if host]
+    if hosts:
+        raise RunError(
+            f"host {hosts[0]} does not see the run {run.path.absolute()}, which another host writes",
+            possible="one directory, on a file system that all hosts have at the same path",
+            change="give --run a path on such a file system",
+        )

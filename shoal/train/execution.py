@@ -91,9 +91,9 @@ class Execution:
         if role is not None:
             role.wait_for_run()
         self._meet()
-        self._run = Run.open(job.path)
-        begins = 0 if role is None else role.first_rank
+        self._run = Run.open(job.path) if self._is_first else Run(job.path)
         self._writer = claim_together(coordinator, self._run, self._live.say, acts=self._is_first)
+        begins = 0 if role is None else role.first_rank
         look_at_host(self._run, world, unit=begins, replaces_ranks=membership is not None)
         self._time = TimeAccount(self._run, job.launched, job.processes, self._is_first, self._take_account)
         marks, record, number, run = Marks(), self._config.record, self._number, self._run
@@ -232,8 +232,6 @@ class Execution:
 
     def _make_step(self, *, stop: bool) -> None:
         trainer = self._trainer
-        if self._writer is not None:
-            self._writer.require()
         number = trainer.step_count + 1
         memory = self._memory.step(trainer.parallel, trainer.optimizer, number)
         with self._profiling.step(number), memory:
@@ -241,6 +239,8 @@ class Execution:
 
     def _take_result(self, result: StepResult) -> None:
         """Take note of a step's result; on a GPU it comes while the next step runs."""
+        if self._writer is not None:
+            self._writer.require()
         self._is_stopped |= result.stop
         self._saving.stepped(result.seconds)
         if self._in_memory is not None and self._membership is not None:

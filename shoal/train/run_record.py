@@ -126,13 +126,7 @@ class RunRecord:
 
     @contextmanager
     def step(self, parallel: Parallel, optimizer: torch.optim.Optimizer, step: int) -> Iterator[None]:
-        """Return a context for a step, whose time is noted, and whose memory may be measured.
-
-        Raises:
-            RunError: Another process has begun to write the Run.
-        """
-        if self._writer is not None:
-            self._writer.require()
+        """Return a context for a step, whose time is noted, and whose memory may be measured."""
         if self._time is None:
             ranks, is_writer = self._coordinator.size, self._coordinator.rank == 0
             self._time = TimeAccount(self.run, self._launched, ranks, is_writer)
@@ -146,7 +140,13 @@ class RunRecord:
         return nullcontext() if self._time is None else self._time.part(name)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Write values of a step."""
+        """Write values of a step.
+
+        Raises:
+            RunError: Another process has begun to write the Run.
+        """
+        if self._writer is not None:
+            self._writer.require()
         if self._metrics is not None:
             self._metrics.log(step, values)
 

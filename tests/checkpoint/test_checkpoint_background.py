@@ -15,18 +15,8 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from checkpoint_stand_ins import (
-    StoppingFiles,
-    fork,
-    loaded,
-    names,
-    on_ranks,
-    reap,
-    same_bits,
-    share,
-    tensors,
-    wholes,
-)
+from checkpoint_stand_ins import StoppingFiles, fork, loaded, names, reap, same_bits, share, tensors, wholes
+from rank_stand_ins import on_ranks
 
 from shoal.checkpoint import (
     Background,

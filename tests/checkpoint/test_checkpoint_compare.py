@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from checkpoint_stand_ins import on_ranks
+from rank_stand_ins import on_ranks
 
 from shoal.checkpoint import Difference, Piece, compare, save
 from shoal.cli.main import main

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from checkpoint_stand_ins import names, on_ranks, same_bits, share, wholes
+from checkpoint_stand_ins import names, same_bits, share, wholes
+from rank_stand_ins import on_ranks
 from torch import nn
 
 from shoal.checkpoint import SingleProcess, compare, load, read_manifest, save, verify

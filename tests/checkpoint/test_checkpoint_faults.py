@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_stand_ins import loaded, names, on_ranks, rewrite_manifest, same_bits, share, tensors, wholes
+from checkpoint_stand_ins import loaded, names, rewrite_manifest, same_bits, share, tensors, wholes
 from permission_stand_ins import unprivileged
+from rank_stand_ins import on_ranks
 
 from shoal.checkpoint import (
     Background,

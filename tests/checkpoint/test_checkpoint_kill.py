@@ -21,13 +21,13 @@ from checkpoint_stand_ins import (
     fork,
     loaded,
     names,
-    on_ranks,
     reap,
     same_bits,
     share,
     tensors,
     wholes,
 )
+from rank_stand_ins import on_ranks
 
 from shoal.checkpoint import FileSystem, Saver, SingleProcess, checkpoints, latest, retain, save, verify
 

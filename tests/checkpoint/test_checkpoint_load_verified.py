@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_stand_ins import flip, fork, on_ranks, reap, same_bits, share, tensors, wholes
+from checkpoint_stand_ins import flip, fork, reap, same_bits, share, tensors, wholes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rank_stand_ins import on_ranks
 
 from shoal.checkpoint import Coordinator, Piece, Region, SingleProcess, load_verified, read_together, save
 from shoal.checkpoint.reader import HashedPass, ShardReader

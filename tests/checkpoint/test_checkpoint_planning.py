@@ -13,13 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_stand_ins import (
-    StoppingFiles,
-    on_ranks,
-    same_bits,
-    share,
-    wholes,
-)
+from checkpoint_stand_ins import StoppingFiles, same_bits, share, wholes
+from rank_stand_ins import on_ranks
 
 from shoal.checkpoint import (
     Coordinator,

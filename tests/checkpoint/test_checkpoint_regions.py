@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from checkpoint_stand_ins import StoppingFiles, as_bytes, names, on_ranks
+from checkpoint_stand_ins import StoppingFiles, as_bytes, names
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rank_stand_ins import on_ranks
 
 from shoal.checkpoint import Piece, Region, SingleProcess, load, read_manifest, save, verify
 from shoal.checkpoint.coverage import check_coverage

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_stand_ins import StoppingFiles, as_bytes, on_ranks, same_bits, share, tensors, wholes
+from checkpoint_stand_ins import StoppingFiles, as_bytes, same_bits, share, tensors, wholes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rank_stand_ins import on_ranks
 
 from shoal.checkpoint import Piece, SingleProcess, load, read_manifest, save
 from shoal.errors import CheckpointError, CorruptCheckpointError

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from checkpoint_stand_ins import on_ranks, share, tensors
+from checkpoint_stand_ins import share, tensors
+from rank_stand_ins import on_ranks
 
 from shoal.checkpoint import Store, checkpoints, save, verify
 from shoal.errors import CheckpointError

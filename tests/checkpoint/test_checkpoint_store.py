@@ -8,7 +8,8 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from checkpoint_stand_ins import flip, on_ranks, share, tensors
+from checkpoint_stand_ins import flip, share, tensors
+from rank_stand_ins import on_ranks
 from run_stand_ins import train
 
 from shoal.checkpoint import Store, checkpoints, save, verify

@@ -13,9 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from checkpoint_stand_ins import flip, names, on_ranks, rewrite_manifest, share, tensors, wholes
+from checkpoint_stand_ins import flip, names, rewrite_manifest, share, tensors, wholes
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rank_stand_ins import on_ranks
 
 from shoal.checkpoint import (
     Manifest,

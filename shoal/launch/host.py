@@ -1,0 +1,125 @@
+"""A host of a training on several, as the launcher sees it that leads, and what the end of a link says."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.launch.link import Link
+from shoal.release import release
+
+__all__ = ["BEAT", "SILENCE", "Gone", "Host", "answers", "end_of"]
+
+SILENCE = 15.0
+"""Seconds without a message after which a host is gone."""
+
+BEAT = 1.0
+"""Seconds between two messages of a host that has nothing to tell."""
+
+_PATIENCE = 2.0  # seconds for a system to answer
+
+
+@dataclass(eq=False)
+class Host:
+    """A host that joined.
+
+    Attributes:
+        link: The link to its launcher; None for the host of this process.
+        name: Its name.
+        address: Its address.
+        ranks: Number of ranks that it can start.
+        port: The port of its launcher.
+        run: The absolute path of the run that it was started for, if that was given.
+        version: Its version of Shoal.
+        session: What it is called in this run, and may use the store as.
+        numbers: Its ranks; empty while it stands by.
+        is_begun: Whether its ranks were started.
+        votes: Whether it was one of those that trained last.
+        is_leaving: Whether it ends once its ranks have left.
+        stopped: Those of its ranks whose processes are stopped.
+        heard: Time of its last message.
+    """
+
+    link: Link | None
+    name: str
+    address: str
+    ranks: int
+    port: int = 0
+    run: str = ""
+    version: str = field(default_factory=release)
+    session: str = field(default_factory=lambda: secrets.token_hex(8))
+    numbers: range = range(0)
+    is_begun: bool = False
+    votes: bool = False
+    is_leaving: bool = False
+    stopped: list[int] = field(default_factory=list)
+    heard: float = field(default_factory=time.monotonic)
+
+    def __str__(self) -> str:
+        return f"host {self.address}" + (f" ({self.name})" if self.name else "")
+
+    def tell(self, **message: Any) -> None:
+        """Send a message; if that fails, the thread that listens to the host notices it."""
+        if self.link is not None:
+            with contextlib.suppress(OSError):
+                self.link.send(message)
+
+    def unlike(self, leads: Host) -> str:
+        """Return why this host cannot train with the one that leads; "" if it can."""
+        if self.version != leads.version:
+            ours = leads.version
+            return f"it has Shoal {self.version}, and the host that leads has {ours}: install the same on all"
+        if self.run and self.run != leads.run:
+            return (
+                f"it was started for the run {self.run}, and the host that leads trains {leads.run}: give "
+                "each run a --rendezvous of its own, or all hosts the same --run"
+            )
+        if self.ranks != leads.ranks:
+            ours = str(leads.ranks)
+            return f"it has {self.ranks} ranks, and the others have {ours}: give all the same --nproc"
+        return ""
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """The end of a link.
+
+    Attributes:
+        why: What is known, as a sentence without its subject.
+        is_dead: Whether the launcher of the host has surely ended.
+    """
+
+    why: str
+    is_dead: bool
+
+
+def end_of(host: Host, error: OSError, closes: str) -> Gone:
+    """Return what the end of a link says of the host."""
+    if isinstance(error, TimeoutError):
+        return Gone(f"was silent for {SILENCE:g} s", is_dead=False)
+    is_there = answers((host.address, host.port))
+    if is_there is False:
+        return Gone("ended", is_dead=True)
+    if closes:
+        return Gone(f"closed its link: {closes}", is_dead=False)
+    cut = "lost its link, and its launcher is there" if is_there else "lost its link, and does not answer"
+    return Gone(cut, is_dead=False)
+
+
+def answers(address: tuple[str, int]) -> bool | None:
+    """Return whether a program listens at an address; None if not even its system answers.
+
+    A link that ends says only that it has ended: its process may have, or a machine between the two may have
+    forgotten the connection.
+    """
+    try:
+        socket.create_connection(address, timeout=_PATIENCE).close()
+    except ConnectionRefusedError:
+        return False
+    except OSError:
+        return None
+    return True

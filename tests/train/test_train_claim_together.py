@@ -1,0 +1,43 @@
+"""All ranks of a training see the run that one of them has claimed."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import pytest
+from rank_stand_ins import on_ranks
+
+from shoal.errors import RunError
+from shoal.run import Run
+from shoal.run.writer import Claiming, is_written
+from shoal.train.claim_together import claim_together
+
+
+def test_one_rank_claims_and_all_see_it(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "run", {})
+    writers = on_ranks(3, lambda ranks: claim_together(ranks, run, print, acts=ranks.rank == 0))
+    assert [writer is not None for writer in writers] == [True, False, False]
+    assert is_written(run.checkpoints)
+    assert on_ranks(2, lambda ranks: claim_together(ranks, run, print, acts=False)) == [None, None]
+
+
+def test_a_directory_that_a_rank_does_not_see_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.train.claim_together._SEEN", 0.01)
+    runs = [Run.create(tmp_path / name, {}) for name in ("one", "two")]
+    errors = on_ranks(2, lambda ranks: claim_together(ranks, runs[ranks.rank], print, acts=ranks.rank == 0))
+    for rank, error in enumerate(errors):
+        assert isinstance(error, RunError)
+        assert f"host {platform.node()} does not see the run {runs[rank].path}" in str(error)
+
+
+def test_a_refusal_is_that_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(claiming: Claiming) -> None:
+        raise RunError("process 7 on another writes it", possible="", change="")
+
+    monkeypatch.setattr(Claiming, "poll", refuse)
+    run = Run.create(tmp_path / "run", {})
+    errors = on_ranks(2, lambda ranks: claim_together(ranks, run, print, acts=ranks.rank == 0))
+    assert all("process 7" in str(error) for error in errors)
