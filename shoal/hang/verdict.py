@@ -242,21 +242,30 @@ def _is_waiting(state: RankState) -> bool:
 
 
 def _nobody(states: Mapping[int, RankState]) -> _Found:
-    open_calls = [
-        f"{call} of rank {state.rank}"
+    # Collectives of a group complete in order: ranks wait in the first that has not, and later ones queue.
+    first = Counter(
+        (key, call.number, call.is_message, str(call))
         for state in states.values()
-        for group in state.groups.values()
-        for call in group.calls
-        if not call.finished
-    ]
-    if not open_calls:
+        for key, group in state.groups.items()
+        for call in [next((each for each in group.calls if not each.finished), None)]
+        if call is not None
+    )
+    if not first:
         return Cause.NONE, (), "no rank waits in a collective"
+    (key, number, is_message, call), _ = first.most_common(1)[0]
+    waiting = [rank for rank, state in states.items() if _is_open(state, key, number, is_message=is_message)]
     return (
         Cause.TRANSPORT,
         (),
-        f"every rank came to its collectives, and {open_calls[-1]} did not complete: "
-        "look at the network, the GPUs and the kernel's log",
+        f"every rank came to its collectives, and {call} of {ranks_text(sorted(waiting))} did not complete: "
+        "if the link is slow, `timeout` is shorter than the transfer; else look at the network, the GPUs and "
+        "the kernel's log",
     )
+
+
+def _is_open(state: RankState, key: str, number: int, *, is_message: bool) -> bool:
+    calls = state.groups[key].calls if key in state.groups else ()
+    return any((call.number, call.is_message, call.finished) == (number, is_message, False) for call in calls)
 
 
 def _did_not_come(wait: _Wait, ranks: Sequence[int]) -> str:

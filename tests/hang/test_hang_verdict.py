@@ -33,6 +33,7 @@ from shoal.hang import (
 )
 from shoal.hang.ledger import SLOTS, Pages
 from shoal.hang.process import Process, place_of
+from shoal.hang.state import ranks_text
 from shoal.testing import RankPool
 
 
@@ -47,6 +48,16 @@ def reduce(number: int, finished: bool = True) -> Call:
 
 
 SLEEPING = Place(cause=Cause.SLEEP, text="sleeps in load.py:3 (load)")
+
+
+@given(ranks=st.integers(2, 9), begun=st.integers(1, 300), queued=st.integers(0, 5))
+def test_all_wait_in_the_first_collective_that_did_not_complete(ranks: int, begun: int, queued: int) -> None:
+    finished = [reduce(number) for number in range(1, begun)]
+    waits = Call(number=begun, name="all_gather", dtype="bfloat16", bytes=99)
+    later = [reduce(number, finished=False) for number in range(begun + 1, begun + 1 + queued)]
+    verdict = judge([state(rank, *finished, waits, *later, size=ranks) for rank in range(ranks)])
+    assert verdict.cause is Cause.TRANSPORT
+    assert f"all_gather(bfloat16, 99 bytes) of {ranks_text(range(ranks))} did not complete" in verdict.text
 
 
 @given(ranks=st.integers(2, 9), late=st.data(), begun=st.integers(1, 300))
