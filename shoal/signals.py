@@ -14,7 +14,14 @@ import signal
 import threading
 from collections.abc import Iterator
 
-__all__ = ["ANSWERED", "STOPS", "obey_parent_alone", "take_signals", "withheld_from_children"]
+__all__ = [
+    "ANSWERED",
+    "STOPS",
+    "obey_parent_alone",
+    "take_signals",
+    "withheld_from_children",
+    "withhold_signals",
+]
 
 STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that ask to finish the step, save and end."""
@@ -30,15 +37,20 @@ def withheld_from_children() -> Iterator[None]:
     The signals are blocked, and a process inherits that, over `exec` too. This process gets those that came
     meanwhile at the end of the context.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ANSWERED)
+    before = withhold_signals()
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def withhold_signals() -> set[signal.Signals | int]:
+    """Block the signals in this thread, and so in processes that it starts; return what was blocked."""
+    return signal.pthread_sigmask(signal.SIG_BLOCK, ANSWERED)
+
+
 def take_signals() -> None:
-    """Take signals that were kept from this process, those that came meanwhile too: it has its handlers."""
+    """Take signals that were withheld from this thread, those that came meanwhile too."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ANSWERED)
 
 

@@ -128,9 +128,9 @@ class Workers(Generic[Payload, Result]):
                 result, error = self._answer(process, payload)
         except (OSError, EOFError) as broken:
             raise LostProcessError(
-                f"a worker process for data (data.workers={self._count}) {_end_of(process)}, as the one before "
-                "it: the system ends processes with SIGKILL when memory is short; set a smaller data.workers, "
-                "or give the machine more memory"
+                f"a worker process for data (data.workers={self._count}) {_end_of(process)}, as the one "
+                "before it: the system ends processes with SIGKILL when memory is short; set a smaller "
+                "data.workers, or give the machine more memory"
             ) from broken
         finally:
             self._idle.put(process)

@@ -41,6 +41,10 @@ class StopSignal:
             that it could not save, and ends itself. None if the system does not end it.
         end: Ends this process at a signal while there is nothing to save.
         same: Seconds after a signal in which Ctrl-C tells nothing new.
+
+    Attributes:
+        received: The signal that came last; None if none did.
+        has_step: Whether the work has made a step, which would be lost; the work sets it.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class StopSignal:
         same: float = 0.0,
     ) -> None:
         self.received: signal.Signals | None = None
+        self.has_step = False
         self._grace = grace
         self._end = end
         self._same_until, self._same = -math.inf, same
@@ -70,9 +75,14 @@ class StopSignal:
             os.close(self._pipe)
             self._pipe = -1
 
-    def end_early(self) -> None:
-        """End this process if a signal has come before `heed` was called."""
-        if self._pipe >= 0 and self.received is not None:
+    def end_early(self, *, is_lost: bool) -> None:
+        """End this process, which has failed, if a signal has come and nothing is lost.
+
+        Args:
+            is_lost: Whether another rank is gone, as all are asked to stop; else only what the signal has
+                interrupted before `heed` was called may fail.
+        """
+        if self.received is not None and not self.has_step and (is_lost or self._pipe >= 0):
             self._end(self.received)
 
     def _watch(self, reading: int) -> None:
@@ -171,8 +181,8 @@ def run_rank(
     try:
         outcome = Outcome(rank=rank, exit_code=work(stop))
     except BaseException as error:
-        stop.end_early()  # what a signal interrupted may have failed
         outcome = Outcome.of_error(rank, error)
+        stop.end_early(is_lost=outcome.in_collective)
         if folder is None:
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

@@ -53,9 +53,7 @@ def test_another_worker_takes_the_place_of_one_that_is_lost() -> None:
 @pytest.mark.filterwarnings("ignore:a worker process for data")
 def test_workers_that_are_lost_again_are_no_wrong_input() -> None:
     with Workers(2, make) as workers:
-        with pytest.raises(
-            LostProcessError, match="was ended by SIGKILL.*set a smaller data.workers"
-        ) as caught:
+        with pytest.raises(LostProcessError, match=r"was ended by SIGKILL.* data\.workers") as caught:
             list(workers.map([1, -1, 2, 3]))
         assert caught.value.exit_code == 1
         assert list(workers.map([1, 2, 3])) == [2, 4, 6]
