@@ -16,6 +16,7 @@ ShoalError                    anything that Shoal itself reports; exit code 1
 │   └── CollectiveError       an operation of the backend "shoal" failed; names the rank and the fault
 ├── ReplicaError              this rank holds other bits than its replicas
 ├── OffloadError              offloaded state could not be read or written, such as on a full disk
+├── LostProcessError          a process that prepares data was lost, and the one in its place too
 ├── TrainingError             training cannot go on, such as after a loss that is not a number
 └── WorkerError               a rank failed; names the rank that failed first
 """
@@ -34,6 +35,7 @@ __all__ = [
     "CorruptCheckpointError",
     "DataError",
     "LayoutError",
+    "LostProcessError",
     "MissingExtraError",
     "ModelError",
     "OffloadError",
@@ -159,6 +161,10 @@ class CollectiveError(CommunicationError, RuntimeError):
 
 class OffloadError(ShoalError):
     """Offloaded state could not be read or written: the state here is lost, and checkpoints are as before."""
+
+
+class LostProcessError(ShoalError):
+    """A process that prepares data has ended before its time, such as by SIGKILL where memory is short."""
 
 
 class ReplicaError(ShoalError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 __all__ = ["LAYERS", "TORCH_FREE"]
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "units", "lines", "layers", "release"),
+    ("errors", "units", "lines", "layers", "release", "signals"),
     ("limits",),
     ("plan", "cluster", "workload", "timeline", "run", "values"),
     ("cost",),

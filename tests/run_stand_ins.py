@@ -15,6 +15,7 @@ import torch.distributed as dist
 from port_stand_ins import free_port
 
 from shoal.cli.main import main
+from shoal.signals import ANSWERED
 
 Ended = tuple[int, str, str]
 """Exit code, stdout and stderr."""
@@ -23,7 +24,7 @@ Ended = tuple[int, str, str]
 def shoal(arguments: Sequence[str], folder: Path) -> Ended:
     """Runs the program in a folder."""
     out, err = io.StringIO(), io.StringIO()
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR2)}
+    before = {number: signal.getsignal(number) for number in ANSWERED}
     try:
         with contextlib.chdir(folder), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             code = main(arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import select
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -56,12 +57,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"shoal: {error.filename} may not be read or written by this user", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # the reader of the output has read enough
-        sys.stderr.close()
+    except BrokenPipeError:
+        if not any(map(_has_lost_reader, (1, 2))):
+            raise
+        sys.stderr.close()  # the reader of the output has read enough
         return 0
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def _has_lost_reader(descriptor: int) -> bool:
+    """Return whether nobody reads any more what this process writes to a descriptor."""
+    asked = select.poll()
+    asked.register(descriptor, 0)
+    return any(told & (select.POLLERR | select.POLLHUP) for _, told in asked.poll(0))
 
 
 def _add_commands(commands: argparse._SubParsersAction, arguments: Sequence[str]) -> None:

@@ -119,15 +119,16 @@ def run(args: argparse.Namespace) -> int:
         UserError: Something given cannot work; nothing was started.
         WorkerError: A rank failed.
     """
-    from shoal.launch import find_world, process_age
+    from shoal.launch import find_world, process_age, stops_early
 
     # Where another program runs this one, its age says nothing.
     args.launched = time.time() - (process_age() if _is_program() else 0.0)
-    world = None if args.nodes is not None else find_world()  # srun may have started it once on each host
-    if world is not None:
-        return _as_rank(world, lambda: _checked_job(args, world.ranks), args.grace)
-    with nursery_for(args, "shoal.train") as nursery:
-        return (_on_this_machine if args.nodes is None else _on_hosts)(args, nursery)
+    with stops_early():
+        world = None if args.nodes is not None else find_world()  # srun may have started it once on each host
+        if world is not None:
+            return _as_rank(world, lambda: _checked_job(args, world.ranks), args.grace)
+        with nursery_for(args, "shoal.train") as nursery:
+            return (_on_this_machine if args.nodes is None else _on_hosts)(args, nursery)
 
 
 def _on_hosts(args: argparse.Namespace, nursery: Nursery | None) -> int:
@@ -210,7 +211,7 @@ def _require_elastic(job: Job, elasticity: Elasticity) -> None:
 
 def _as_rank(world: World, choose: Callable[[], Job], grace: float | None) -> int:
     """Train as one rank; `run_rank` prints its error, and rank 0 then prints how to resume."""
-    from shoal.launch import run_rank
+    from shoal.launch import EXIT_STOPPED, run_rank
     from shoal.train import execute
 
     chosen: list[Job] = []
@@ -219,7 +220,7 @@ def _as_rank(world: World, choose: Callable[[], Job], grace: float | None) -> in
         chosen.append(choose())
         return chosen[0]
 
-    code = run_rank(world.rank, partial(execute, noted, world), grace=grace)
+    code = run_rank(world.rank, partial(execute, noted, world), grace=grace, early=EXIT_STOPPED)
     if code in _FAILED and world.rank == 0 and chosen and (text := _how_to_go_on(chosen[0].path)):
         print(text, file=sys.stderr)
     return code

@@ -21,6 +21,7 @@ from shoal.data.loader import Loader
 from shoal.data.prefetch import Prefetcher
 from shoal.data.samples import is_deterministic
 from shoal.plan import Shares
+from shoal.signals import obey_parent_alone, withheld_from_children
 
 __all__ = ["Feed", "open_feed"]
 
@@ -101,17 +102,18 @@ class _Workers(Generic[Item]):
     ) -> None:
         _, rank, ranks, microbatch, shares = place
         loader.number(rank, ranks, microbatch, shares)  # raises
-        self._iterator: Iterator[Any] | None = iter(
-            DataLoader(
-                _MicroBatches(loader, microbatch),
-                batch_size=None,
-                sampler=_starts(loader, *place),  # type: ignore[arg-type]
-                num_workers=workers,
-                collate_fn=_as_it_is,
-                prefetch_factor=max(2, -(-ahead // workers)),
-                generator=torch.Generator(),  # otherwise DataLoader would draw from the generator of training
-            )
+        batches = DataLoader(
+            _MicroBatches(loader, microbatch),
+            batch_size=None,
+            sampler=_starts(loader, *place),  # type: ignore[arg-type]
+            num_workers=workers,
+            collate_fn=_as_it_is,
+            prefetch_factor=max(2, -(-ahead // workers)),
+            generator=torch.Generator(),  # otherwise DataLoader would draw from the generator of training
+            worker_init_fn=_obey_parent_alone,
         )
+        with withheld_from_children():  # the last step before a stop needs data
+            self._iterator: Iterator[Any] | None = iter(batches)
 
     def __iter__(self) -> Iterator[Item]:
         return self
@@ -145,6 +147,10 @@ def _starts(
         for number in range(loader.number(rank, ranks, microbatch, shares)):
             yield loader.start(position, number, rank, ranks, microbatch, shares)
         position += loader.batch_size
+
+
+def _obey_parent_alone(_: int) -> None:
+    obey_parent_alone()
 
 
 def _as_it_is(item: Item) -> Item:

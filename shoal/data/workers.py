@@ -2,8 +2,9 @@
 
 A worker is a process of its own, without the main module, the threads and the sockets of the process that
 started it. It reads frames from its standard input and answers each with a frame: a length, then a pickled
-object. It ends when its input ends, so no worker outlives the process that started it. One thread for each
-worker sends and receives, so that neither side waits for the other with full pipes.
+object. It ends when its input ends, so no worker outlives the process that started it; signals that ask a run
+to end do not reach it, since the last step needs data. If a worker is lost, another one takes its place. One
+thread for each worker sends and receives, so that neither side waits for the other with full pipes.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ import struct
 import subprocess
 import sys
 import threading
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
-from shoal.errors import DataError
+from shoal.errors import LostProcessError
+from shoal.signals import withheld_from_children
 
 __all__ = ["Workers"]
 
@@ -58,13 +61,14 @@ class Workers(Generic[Payload, Result]):
         self._make = make
         self._threads = ThreadPoolExecutor(count, thread_name_prefix="shoal-data")
         self._mutex = threading.Lock()
+        self._is_closed = False
         self._processes: list[subprocess.Popen[bytes]] = []
         self._idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
 
     def submit(self, payload: Payload) -> Future[Result]:
         """Return the future result of a payload.
 
-        Its errors are those of the function, and DataError if the worker ended.
+        Its errors are those of the function, and LostProcessError if two workers ended, one after the other.
         """
         with self._mutex:
             if not self._processes:
@@ -77,7 +81,7 @@ class Workers(Generic[Payload, Result]):
         """Yield the result of each payload in order, a few payloads ahead.
 
         Raises:
-            DataError: A worker ended.
+            LostProcessError: A worker ended, and the one in its place too.
         """
         waiting: deque[Future[Result]] = deque()
         try:
@@ -93,15 +97,14 @@ class Workers(Generic[Payload, Result]):
 
     def close(self) -> None:
         """End the processes. A second call does nothing."""
-        for process in self._processes:
-            process.kill()
+        with self._mutex:
+            self._is_closed = True
+            for process in self._processes:
+                process.kill()
         self._threads.shutdown(cancel_futures=True)
         for process in self._processes:
             process.wait()
-            for pipe in (process.stdin, process.stdout):
-                with contextlib.suppress(OSError):
-                    if pipe is not None:
-                        pipe.close()
+            _close_pipes(process)
         self._processes = []
 
     def __enter__(self) -> Workers[Payload, Result]:
@@ -118,32 +121,48 @@ class Workers(Generic[Payload, Result]):
     def _ask(self, payload: Payload) -> Result:
         process = self._idle.get()
         try:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            _send(process.stdin, (self._make, payload))
-            result, error = pickle.loads(_receive(process.stdout))
+            try:
+                result, error = self._answer(process, payload)
+            except (OSError, EOFError):
+                process = self._replace(process)
+                result, error = self._answer(process, payload)
         except (OSError, EOFError) as broken:
-            raise self._death(process) from broken
+            raise LostProcessError(
+                f"a worker process for data (data.workers={self._count}) {_end_of(process)}, as the one "
+                "before it: the system ends processes with SIGKILL when memory is short; set a smaller "
+                "data.workers, or give the machine more memory"
+            ) from broken
         finally:
             self._idle.put(process)
         if error is not None:
             raise error
-        return result  # type: ignore[no-any-return]
+        return result
 
-    def _death(self, process: subprocess.Popen[bytes]) -> DataError:
-        code = process.wait()
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with the exit code {code}"
-        return DataError(
-            f"a worker process for data (data.workers={self._count}) {how}",
-            possible="workers that live as long as the training; the system ends processes with SIGKILL when "
-            "memory is short",
-            change="set a smaller data.workers, or give the machine more memory",
-        )
+    def _answer(
+        self, process: subprocess.Popen[bytes], payload: Payload
+    ) -> tuple[Result, BaseException | None]:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        _send(process.stdin, (self._make, payload))
+        answer: tuple[Result, BaseException | None] = pickle.loads(_receive(process.stdout))
+        return answer
+
+    def _replace(self, process: subprocess.Popen[bytes]) -> subprocess.Popen[bytes]:
+        """Start a process in the place of one that has ended; once closed, return that one."""
+        how = _end_of(process)
+        with self._mutex:
+            if self._is_closed:
+                return process
+            warnings.warn(
+                f"a worker process for data ({process.pid}) {how}; another one takes its place", stacklevel=2
+            )
+            new = self._processes[self._processes.index(process)] = _start()
+        _close_pipes(process)
+        return new
 
 
 def serve() -> None:
     """Answer frames of the standard input until it ends; this is the main function of a worker."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one decides
     source, output = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints must not be taken for an answer
     made: tuple[bytes, Callable[[Any], Any]] | None = None
@@ -162,12 +181,26 @@ def serve() -> None:
 
 
 def _start() -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
-        [sys.executable, "-c", _START.format(path=sys.path, folder=os.path.dirname(__file__))],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"},
-    )
+    with withheld_from_children():
+        return subprocess.Popen(
+            [sys.executable, "-c", _START.format(path=sys.path, folder=os.path.dirname(__file__))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"},
+        )
+
+
+def _end_of(process: subprocess.Popen[bytes]) -> str:
+    """Return how a process has ended."""
+    code = process.wait()
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with the exit code {code}"
+
+
+def _close_pipes(process: subprocess.Popen[bytes]) -> None:
+    for pipe in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):
+            if pipe is not None:
+                pipe.close()
 
 
 def _send(file: Any, content: Any) -> None:

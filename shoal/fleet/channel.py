@@ -10,6 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import IO, Literal, final
 
+from shoal.signals import withheld_from_children
+
 __all__ = ["Channel", "Event", "ProcessChannel"]
 
 
@@ -62,13 +64,14 @@ class ProcessChannel(Channel):
     def __init__(self, host: str, command: Sequence[str], told: Callable[[Event], object]) -> None:
         self._host = host
         self._told = told
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
+        with withheld_from_children():
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
         self.pid = self._process.pid
         self._name = command[0]
         assert self._process.stdout is not None

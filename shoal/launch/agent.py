@@ -29,6 +29,7 @@ from shoal.launch.node import Node
 from shoal.launch.nursery import open_nursery
 from shoal.launch.output import pass_on
 from shoal.release import release
+from shoal.signals import take_signals
 
 __all__ = ["ALONE", "main", "open_store", "own_address", "ranks_here"]
 
@@ -120,7 +121,7 @@ def _prepare(task: Task) -> None:
     os.environ.update(task.environment)
     for number in _HEEDED:  # Ray's workers ignore some, and block others
         signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEEDED)
+    take_signals()
     try:
         os.chdir(task.folder)
     except OSError as error:

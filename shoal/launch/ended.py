@@ -45,6 +45,9 @@ class Ended:
         codes = {rank: code for rank, code in self.exit_codes.items() if rank in self.ranks}
         if codes and set(codes.values()) <= {0, EXIT_STOPPED}:
             return max(codes.values())
+        told = {outcome.rank: outcome for outcome in self.outcomes}
+        if set(codes) <= set(told) and _are_stopped([told[rank] for rank in codes]):
+            return EXIT_STOPPED
         failed = {rank: code for rank, code in self.exit_codes.items() if code}
         raise root_cause(self.outcomes, failed, self.stopped, self.hang)
 
@@ -56,7 +59,18 @@ def exit_code_after_signal(outcomes: Sequence[Outcome], ranks: Collection[int], 
     if ended and all(outcome.in_collective for outcome in failed):
         reason = f"ended by {signal_name} before its state was saved"
         raise WorkerError(min(ended), reason, exit_code=130)
+    if _are_stopped(outcomes):
+        return EXIT_STOPPED
     if failed:
         raise root_cause(failed, {})
-    # All ranks may have finished when the signal came.
-    return max(outcome.exit_code for outcome in outcomes)
+    # All ranks may have finished when the signal came, or no host has come yet.
+    return max((outcome.exit_code for outcome in outcomes), default=EXIT_STOPPED)
+
+
+def _are_stopped(outcomes: Sequence[Outcome]) -> bool:
+    """Return whether a rank has stopped without a loss, and the others failed only because it was gone.
+
+    A rank ends with `EXIT_STOPPED` when all have saved, or before it made a step: then none made one.
+    """
+    has_stopped = any(outcome.exit_code == EXIT_STOPPED for outcome in outcomes)
+    return has_stopped and all(outcome.in_collective for outcome in outcomes if outcome.error)

@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from shoal.hang import LEDGERS, HangVerdict
 from shoal.launch.ended import Ended
-from shoal.launch.local_ranks import LocalRanks, Processes
+from shoal.launch.local_ranks import LAUNCHER, LocalRanks, Processes
 from shoal.launch.node import Node
 from shoal.launch.nursery import Nursery
 from shoal.launch.outcome import EXIT_STOPPED, Outcome, root_cause
@@ -30,7 +30,6 @@ from shoal.run import write_event
 
 __all__ = [
     "END",
-    "LAUNCHER",
     "OUTCOMES",
     "SETTLE",
     "TERMINAL",
@@ -40,9 +39,6 @@ __all__ = [
     "rank_environments",
     "store_on_loopback",
 ]
-
-LAUNCHER = "SHOAL_LAUNCHER"
-"""Environment variable: id of the process that is a rank's parent. A rank must not outlive it."""
 
 OUTCOMES = "SHOAL_OUTCOMES"
 """Environment variable: the folder where a rank that `launch` started leaves its outcome."""
@@ -158,6 +154,7 @@ def _wait_for_end(
     """Wait until all ranks have ended, or have been told to end and had the time for it."""
     ranks = set(processes.running()) | processes.exit_codes().keys()
     lost: set[int] = set()
+    asked = False
     in_units = {rank for unit in units for rank in unit}
     while processes.running() and not stop.is_late:
         processes.listen(_LOOK)
@@ -178,6 +175,9 @@ def _wait_for_end(
         elif failed:
             _note_failure(events, failed)
             break
+        elif stop.signal is None and not asked and EXIT_STOPPED in processes.exit_codes().values():
+            asked = True  # a signal came to a rank alone: before the first step others would wait for it
+            processes.signal(signal.SIGTERM)
     if not stop.is_now:
         listen_for(processes, SETTLE)
     helping = set(processes.running()) - in_units if in_units else set()

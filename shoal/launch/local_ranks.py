@@ -14,11 +14,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, final
 
+from shoal.errors import CommunicationError
 from shoal.launch.nursery import ForkedRank, Nursery
 from shoal.launch.output import NamedLines, RankLog, pass_on
 from shoal.launch.relay import Relay
+from shoal.signals import withheld_from_children
 
-__all__ = ["LocalRanks", "Processes"]
+__all__ = ["LAUNCHER", "LocalRanks", "Processes"]
+
+LAUNCHER = "SHOAL_LAUNCHER"
+"""Environment variable: id of the process that is a rank's parent. A rank must not outlive it."""
 
 _AT_ONCE = 1 << 16  # bytes to read from a pipe at once: the capacity of a pipe
 _STATES = 0.25  # seconds between two looks at the states of processes
@@ -111,6 +116,7 @@ class LocalRanks:
     def exit_codes(self) -> dict[int, int]:
         """Return the exit code of each rank that has ended; negative for the signal that ended it."""
         codes = {rank: process.poll() for rank, process in self._processes.items()}
+        self._do_without_lost_nursery()
         return {rank: code for rank, code in codes.items() if code is not None}
 
     def stopped(self) -> list[int]:
@@ -154,13 +160,25 @@ class LocalRanks:
 
     def _start(self, rank: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes] | ForkedRank:
         pipes = [os.pipe() for _ in range(2)]
-        process = _start(self._command, environment, (pipes[0][1], pipes[1][1]), self._nursery)
+        outputs = pipes[0][1], pipes[1][1]
+        try:
+            process = _start(self._command, environment, outputs, self._nursery)
+        except CommunicationError:
+            self._do_without_lost_nursery()
+            process = _start(self._command, environment, outputs, self._nursery)
         for descriptor, (reading, writing) in enumerate(pipes, start=1):
             os.close(writing)
             lines = NamedLines(rank, overwrites=os.isatty(descriptor), host=self._host)
             told = descriptor, self._logs[rank], lines
             self._outputs.register(os.fdopen(reading, "rb"), selectors.EVENT_READ, told)
         return process
+
+    def _do_without_lost_nursery(self) -> None:
+        """Say that the nursery is lost, if it is, and start ranks as programs from now on."""
+        if self._nursery is None or not self._nursery.loss:
+            return
+        loss, self._nursery = self._nursery.loss, None
+        print(f"shoal: {loss}, and its ranks with it", file=sys.stderr, flush=True)
 
     def _close_output(self, key: selectors.SelectorKey) -> None:
         self._outputs.unregister(key.fileobj)
@@ -178,13 +196,19 @@ def _start(
     outputs: tuple[int, int],
     nursery: Nursery | None,
 ) -> subprocess.Popen[bytes] | ForkedRank:
-    """Start one rank, with these descriptors as its stdout and stderr."""
+    """Start one rank, with these descriptors as its stdout and stderr; modules take signals by `run_rank`."""
+    is_module = list(command[:2]) == [sys.executable, "-m"]
     if nursery is not None:
-        assert list(command[:2]) == [sys.executable, "-m"], "a nursery runs modules"
+        assert is_module, "a nursery runs modules"
         return nursery.start(command[2], command[3:], environment, outputs)
-    return subprocess.Popen(
-        command, env=environment, stdout=outputs[0], stderr=outputs[1], start_new_session=True
-    )
+    with withheld_from_children() if is_module else contextlib.nullcontext():
+        return subprocess.Popen(
+            command,
+            env={**environment, LAUNCHER: str(os.getpid())},
+            stdout=outputs[0],
+            stderr=outputs[1],
+            start_new_session=True,
+        )
 
 
 def _state_of(process: int) -> str:

@@ -12,7 +12,8 @@ rank ended.
            <---------------------- process number
            <---------------------- exit code <-------------------- ends
 
-The nursery ends with the launcher, and the ranks end with the nursery, through `run_rank`. Where there are
+The nursery ends with the launcher, and the ranks end with the nursery, through `run_rank`. Signals that ask a
+run to end do not reach the nursery, and reach a rank once `run_rank` takes them. Where there are
 accelerators, ranks are not forked, because the libraries of accelerators do not work after a fork.
 """
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import array
 import atexit
+import contextlib
 import gc
 import importlib
 import json
@@ -32,12 +34,12 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn, final
 
 from shoal.errors import CommunicationError
 from shoal.launch.kernel import name_process
+from shoal.signals import withheld_from_children
 
 __all__ = ["ForkedRank", "Nursery", "connected", "has_accelerators", "open_nursery", "serve"]
 
@@ -53,7 +55,7 @@ def has_accelerators() -> bool:
     return any(Path("/dev", name).exists() for name in _DEVICES)
 
 
-@contextmanager
+@contextlib.contextmanager
 def open_nursery(module: str) -> Iterator[Nursery | None]:
     """Fork a nursery from this process, which must have done nothing yet, and close it after the context.
 
@@ -71,10 +73,11 @@ def open_nursery(module: str) -> Iterator[Nursery | None]:
     sys.stdout.flush()
     sys.stderr.flush()
     gc.freeze()  # so that garbage collections do not write to shared pages
-    pid = os.fork()
-    if pid == 0:
-        here.close()
-        serve(there)
+    with withheld_from_children():
+        pid = os.fork()
+        if pid == 0:
+            here.close()
+            serve(there)
     gc.unfreeze()
     there.close()
     nursery = Nursery(here, pid)
@@ -98,13 +101,14 @@ class Nursery:
 
     Attributes:
         pid: The process that ranks are children of.
+        loss: How it ended before its time, and with it its ranks; "" if it has not.
     """
 
     def __init__(self, connection: socket.socket, pid: int) -> None:
         self._connection = connection
-        self._pending = b""
         self._codes: dict[int, int] = {}
         self.pid = pid
+        self.loss = ""
 
     def start(
         self,
@@ -129,14 +133,16 @@ class Nursery:
         request = json.dumps([module, list(arguments), dict(environment), folder])
         data = request.encode(errors="surrogateescape")
         descriptors = array.array("i", outputs).tobytes()
-        self._connection.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
-        while told := self._connection.recv(_MOST):
-            kind, number, code = json.loads(told)
-            if kind == "started":
-                self._codes.pop(number, None)  # of an earlier process, whose number it has
-                return ForkedRank(self, number)
-            self._codes[number] = code
-        raise CommunicationError("the process that ranks are forked from has ended")
+        with contextlib.suppress(OSError):  # it has ended
+            self._connection.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
+            while told := self._connection.recv(_MOST):
+                kind, number, code = json.loads(told)
+                if kind == "started":
+                    self._codes.pop(number, None)  # of an earlier process, whose number it has
+                    return ForkedRank(self, number)
+                self._codes[number] = code
+        self._note_loss()
+        raise CommunicationError(self.loss)
 
     def exit_code(self, pid: int) -> int | None:
         """Return a rank's exit code, negative for the signal that ended it; None if it has not ended."""
@@ -145,7 +151,10 @@ class Nursery:
                 told = self._connection.recv(_MOST, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return None
+            except OSError:
+                told = b""
             if not told:  # the nursery was killed, and its ranks with it
+                self._note_loss()
                 return -signal.SIGKILL
             _, number, code = json.loads(told)
             self._codes[number] = code
@@ -162,7 +171,15 @@ class Nursery:
     def close(self) -> None:
         """End the nursery, and the ranks that are left."""
         self._connection.close()
-        os.waitpid(self.pid, 0)
+        if not self.loss:
+            os.waitpid(self.pid, 0)
+
+    def _note_loss(self) -> None:
+        if self.loss:
+            return
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        self.loss = f"the process that ranks are forked from ({self.pid}) {how}"
 
 
 @final

@@ -2,57 +2,105 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
 from shoal.errors import UserError
 from shoal.launch.kernel import die_with, name_process
-from shoal.launch.launcher import LAUNCHER, OUTCOMES
-from shoal.launch.outcome import Outcome
+from shoal.launch.launcher import OUTCOMES
+from shoal.launch.local_ranks import LAUNCHER
+from shoal.launch.outcome import EXIT_STOPPED, Outcome
+from shoal.launch.stopping import stopped_early
+from shoal.signals import STOPS, take_signals
 
 __all__ = ["StopSignal", "run_rank"]
 
 
-_ASK = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # signals that ask to finish the step and save
 _OF_GRACE = 0.9  # share of the grace after which a process that has not saved ends; the rest is for its end
 _NOT_SAVED = 130  # exit code of a process that was stopped before it saved
+_LAUNCHED = {"RANK", "SLURM_STEP_NUM_TASKS"}  # environment variables that launchers set
+_SAME = 1.0  # seconds after a signal in which another launcher may pass on the same one
 
 
 class StopSignal:
-    """Knows whether SIGTERM, SIGUSR1 or Ctrl-C asked this process to stop; Ctrl-C after that ends it at once.
+    """Knows whether SIGTERM, SIGUSR1, SIGHUP or Ctrl-C asked this process to stop; Ctrl-C after that ends it.
 
     Until `heed` is called there is nothing to save, and a signal ends the process. This works even where it
-    waits for missing ranks in native code, which no Python handler interrupts.
+    waits for missing ranks in native code, which no Python handler interrupts: the interpreter writes each
+    signal into a pipe, from which a thread reads. An ignored SIGHUP stays ignored (nohup).
 
     Args:
         grace: Seconds from a signal until the system ends this process. Shortly before, this process says
             that it could not save, and ends itself. None if the system does not end it.
+        end: Ends this process at a signal while there is nothing to save.
+        same: Seconds after a signal in which Ctrl-C tells nothing new.
+
+    Attributes:
+        received: The signal that came last; None if none did.
+        has_step: Whether the work has made a step, which would be lost; the work sets it.
     """
 
-    def __init__(self, grace: float | None = None) -> None:
+    def __init__(
+        self,
+        grace: float | None = None,
+        end: Callable[[signal.Signals], object] = lambda number: os._exit(_NOT_SAVED),
+        same: float = 0.0,
+    ) -> None:
         self.received: signal.Signals | None = None
+        self.has_step = False
         self._grace = grace
-        for number in _ASK:
-            signal.signal(number, signal.SIG_DFL)
+        self._end = end
+        self._same_until, self._same = -math.inf, same
+        reading, self._pipe = os.pipe()
+        os.set_blocking(self._pipe, False)
+        threading.Thread(target=self._watch, args=(reading,), name="shoal-signals", daemon=True).start()
+        signal.set_wakeup_fd(self._pipe, warn_on_full_buffer=False)
+        for number in STOPS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._receive)
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # until there are steps that it asks to profile
+        take_signals()
 
     def heed(self) -> None:
         """Only record signals from now on; the work checks `received`."""
-        for number in _ASK:
-            signal.signal(number, self._receive)
+        if self._pipe >= 0:
+            signal.set_wakeup_fd(-1)
+            os.close(self._pipe)
+            self._pipe = -1
+
+    def end_early(self, *, is_lost: bool) -> None:
+        """End this process, which has failed, if a signal has come and nothing is lost.
+
+        Args:
+            is_lost: Whether another rank is gone, as all are asked to stop; else only what the signal has
+                interrupted before `heed` was called may fail.
+        """
+        if self.received is not None and not self.has_step and (is_lost or self._pipe >= 0):
+            self._end(self.received)
+
+    def _watch(self, reading: int) -> None:
+        with os.fdopen(reading, "rb", buffering=0) as pipe:
+            while told := pipe.read(1):
+                if self._pipe >= 0 and told[0] in STOPS:
+                    self._end(signal.Signals(told[0]))
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if self.received is not None and number == signal.SIGINT:
+        now = time.monotonic()
+        if self.received is not None and number == signal.SIGINT and now >= self._same_until:
             os._exit(_NOT_SAVED)
         if self.received is None and self._grace is not None:
             timer = threading.Timer(_OF_GRACE * self._grace, self._give_up)
             timer.daemon = True
             timer.start()
+        if self.received is None:
+            self._same_until = now + self._same
         self.received = signal.Signals(number)
 
     def _give_up(self) -> None:
@@ -66,7 +114,39 @@ class StopSignal:
         os._exit(_NOT_SAVED)
 
 
-def run_rank(rank: int, work: Callable[[StopSignal], int], *, grace: float | None = None) -> int:
+class _AroundFork(threading.local):
+    """Gives a process that this one forks the default actions of signals, so that it ends at them.
+
+    Until then no signal may reach it: the handler that it inherits would write into the pipe of this process.
+    """
+
+    def begin(self) -> None:
+        self.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+
+    def end_in_parent(self) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.mask)
+
+    def end_in_child(self) -> None:
+        for number in STOPS:
+            if isinstance(getattr(signal.getsignal(number), "__self__", None), StopSignal):
+                signal.signal(number, signal.SIG_DFL)
+                signal.set_wakeup_fd(-1)
+        self.end_in_parent()
+
+
+_around = _AroundFork()
+os.register_at_fork(
+    before=_around.begin, after_in_parent=_around.end_in_parent, after_in_child=_around.end_in_child
+)
+
+
+def run_rank(
+    rank: int,
+    work: Callable[[StopSignal], int],
+    *,
+    grace: float | None = None,
+    early: int = _NOT_SAVED,
+) -> int:
     """Do the work of one rank and report how it ended.
 
     Under `shoal`'s own launcher, the launcher reports the outcome that this writes. Under another launcher
@@ -76,6 +156,8 @@ def run_rank(rank: int, work: Callable[[StopSignal], int], *, grace: float | Non
         rank: The global rank.
         work: Function that does the work and returns the exit code.
         grace: Seconds from a signal until the system ends this process; None if it does not.
+        early: Exit code of a process that a signal ends before the work heeds it; `EXIT_STOPPED` if the work
+            can then begin again without a loss, and the signal is no failure.
 
     Returns:
         The exit code of the process.
@@ -84,16 +166,31 @@ def run_rank(rank: int, work: Callable[[StopSignal], int], *, grace: float | Non
     name_process(f"shoal-rank-{rank}")
     if folder is not None:
         die_with(int(os.environ[LAUNCHER]))
+
+    def end(number: signal.Signals) -> None:
+        if early == EXIT_STOPPED:
+            if rank == 0:
+                print(stopped_early(number), file=sys.stderr, flush=True)
+            if folder is not None:
+                Outcome(rank=rank, exit_code=early).write(Path(folder))
+        os._exit(early)
+
+    # Shoal's launcher decides what another Ctrl-C means; another one may send what all processes got already.
+    same = math.inf if folder is not None else _SAME if _LAUNCHED & os.environ.keys() else 0.0
+    stop = StopSignal(grace, end, same)
     try:
-        outcome = Outcome(rank=rank, exit_code=work(StopSignal(grace)))
+        outcome = Outcome(rank=rank, exit_code=work(stop))
     except BaseException as error:
         outcome = Outcome.of_error(rank, error)
+        stop.end_early(is_lost=outcome.in_collective)
         if folder is None:
             from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
             if not isinstance(error, UserError):  # torchrun would print the traceback too
                 get_error_handler().record_exception(error)
             _tell(outcome, error)
+    finally:
+        stop.heed()
     if folder is not None:
         outcome.write(Path(folder))
     return outcome.exit_code

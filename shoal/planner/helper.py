@@ -31,6 +31,7 @@ from shoal.planner.frontier import NONE_LEFT, Frontier, Key, Look, Taken
 from shoal.planner.shared import Shared
 from shoal.planner.space import Degrees
 from shoal.planner.tree import Tree
+from shoal.signals import withheld_from_children
 
 __all__ = ["Helper", "can_help", "running"]
 
@@ -118,9 +119,10 @@ class Helper:
         self._number = 0  # of the latest search
         self._messages = deque[_Answer]()  # that came while one was sent
         (read, answer), (ask, write) = os.pipe(), os.pipe()
-        pid = os.fork()
-        if not pid:
-            _serve(search, ask, answer, (read, write))
+        with withheld_from_children():  # the other process ends, and then this one
+            pid = os.fork()
+            if not pid:
+                _serve(search, ask, answer, (read, write))
         os.close(answer)
         os.close(ask)
         self._read, self._write = read, write
@@ -239,7 +241,6 @@ class _Helped:
 
 def _serve(search: Searching, requests: int, answers: int, others: Iterable[int]) -> None:
     """Be the helper: do what is asked, until the other process closes its end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the other process ends, and then this one
     try:
         for each in others:
             os.close(each)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from shoal.launch import Membership, find_world, reports_failures, run_rank
+from shoal.launch import EXIT_STOPPED, Membership, find_world, reports_failures, run_rank
 from shoal.train.elastic import abort, execute_elastic, group_failure
 from shoal.train.execute import execute
 from shoal.values import decode
@@ -23,7 +23,7 @@ if __name__ == "__main__":
         work = partial(execute, lambda: job, world)
     else:
         work = partial(execute_elastic, job, world, membership)
-    code = run_rank(world.rank, work)
+    code = run_rank(world.rank, work, early=EXIT_STOPPED)
     if dist.is_initialized() and not reports_failures(dist.get_backend_config()):
         # The group of a rank that failed is left as it is: its end may wait for ranks that wait for this.
         sys.stdout.flush()

@@ -19,6 +19,7 @@ from shoal.models import Transformer, next_token_loss
 from shoal.parallel import require_layout
 from shoal.plan import Plan, SettledPlan
 from shoal.planner import choose
+from shoal.signals import withheld_from_children
 from shoal.trace import trace
 from shoal.train.classes import require_data_parallel
 from shoal.train.config import TrainConfig
@@ -167,11 +168,20 @@ def _traced(config: TrainConfig, model: nn.Module, cluster: Cluster, device: str
 def _traced_apart(config: TrainConfig, cluster: Cluster) -> Workload:
     """Trace the configuration's model in another process, which has the modules of this one."""
     asked = pickle.dumps((sys.path, pickle.dumps((_answer, config, cluster, _GPU))))
-    ended = subprocess.run([sys.executable, "-c", _CHILD], input=asked, stdout=subprocess.PIPE, check=False)
-    if ended.returncode:
-        why = f"the process that traced it ended with {ended.returncode}"
+    with withheld_from_children():
+        child = subprocess.Popen(
+            [sys.executable, "-c", _CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+    with child:
+        try:
+            told, _ = child.communicate(asked)
+        except BaseException:
+            child.kill()
+            raise
+    if child.returncode:
+        why = f"the process that traced it ended with {child.returncode}"
         raise _untraceable(config, why, "another one")
-    answer: Workload | UserError = pickle.loads(ended.stdout)
+    answer: Workload | UserError = pickle.loads(told)
     if isinstance(answer, UserError):
         raise answer
     return answer

@@ -15,6 +15,7 @@ from shoal.cost.time import settled_compile, workload_on
 from shoal.errors import ClusterError
 from shoal.models import Transformer
 from shoal.plan import SettledPlan
+from shoal.signals import take_signals, withhold_signals
 from shoal.units import format_seconds
 from shoal.workload import transformer_shape
 
@@ -48,7 +49,7 @@ def with_compile(
 
 @final
 class Compiling:
-    """Watch what torch compiles in this process.
+    """Watch what torch compiles in this process, and keep signals from the compilers that it starts.
 
     Args:
         say: Called with one line when the steps that compile are over, and for each later step that does.
@@ -73,6 +74,7 @@ class Compiling:
 
     def stepped(self, step: int) -> float:
         """Take note that a step has ended; return the seconds that compiling took of it."""
+        take_signals()  # whichever thread ended the compilation
         seconds, self._seconds = self._seconds, 0.0
         self._total += seconds
         if seconds and self._is_told:
@@ -94,7 +96,9 @@ class Compiling:
         callback_handler.remove_end_callback(self._end)
 
     def _note_start(self, _: Any) -> None:
+        withhold_signals()  # until this thread takes them again, and compilers inherit that
         self._began = time.perf_counter()
 
     def _note_end(self, _: Any) -> None:
         self._seconds += time.perf_counter() - self._began
+        take_signals()

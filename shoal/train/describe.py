@@ -11,11 +11,14 @@ import torch
 from torch import nn
 
 from shoal.models import Transformer, new_parameters
+from shoal.plan import Plan
 from shoal.train.automatic import PassedOver
+from shoal.train.config import describe_config
 from shoal.train.job import Job
 from shoal.train.run_record import describe_device, describe_versions
+from shoal.units import format_count
 
-__all__ = ["describe", "new_parameters_text", "passed_over_text", "since_step"]
+__all__ = ["describe", "opening", "since_step"]
 
 
 def since_step(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> int | None:
@@ -26,7 +29,24 @@ def since_step(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> 
     return since if is_same else step
 
 
-def passed_over_text(passed_over: Sequence[PassedOver]) -> str:
+def opening(job: Job, described: Mapping[str, Any], plan: Plan) -> str:
+    """Return the first lines of a training.
+
+    Args:
+        job: The job.
+        described: The description of its run.
+        plan: Its Plan, with the stages that the model was cut into.
+    """
+    model, device = described["model"], described["device"]
+    ranks = f"{job.plan.ranks} {device['type']} rank{'s' if job.plan.ranks > 1 else ''}"
+    return (
+        f"run {job.path}: {model['name']} with {format_count(model['parameters'])} parameters on {ranks}, "
+        f"Plan {plan}\n{describe_config(job.config)}{_passed_over_text(job.passed_over)}"
+        f"{'' if job.goes_on else _new_parameters_text(described)}"
+    )
+
+
+def _passed_over_text(passed_over: Sequence[PassedOver]) -> str:
     """Return the Plans that plan = "auto" passed over, each reason once."""
     first = {each.reason: each for each in reversed(passed_over)}
     lines = [f"\nnot used, though predicted to be faster: {each}" for each in reversed(first.values())]
@@ -35,7 +55,7 @@ def passed_over_text(passed_over: Sequence[PassedOver]) -> str:
     return "".join(lines)
 
 
-def new_parameters_text(described: Mapping[str, Any]) -> str:
+def _new_parameters_text(described: Mapping[str, Any]) -> str:
     """Return a line on the parameters that the model's folder lacks; empty if it lacks none."""
     names = described["new_parameters"]
     if not names:

@@ -14,6 +14,7 @@ from shoal.data import Samples, all_targets_count, fetch, key_of
 from shoal.parallel import Parallel
 from shoal.record import Recorder
 from shoal.timeline import Kind
+from shoal.train.agreement import StopTogether
 from shoal.train.inputs import Inputs
 from shoal.train.micro_batch import Reader
 
@@ -47,7 +48,11 @@ class Evaluator:
         self._microbatch = microbatch
 
     def __call__(
-        self, samples: Samples[Any], count: int, functions: Mapping[str, Evaluation]
+        self,
+        samples: Samples[Any],
+        count: int,
+        functions: Mapping[str, Evaluation],
+        stop: Callable[[], bool] | None = None,
     ) -> dict[str, float]:
         """Return the means over the first `count` samples, of the loss and of functions; dropout is off.
 
@@ -56,6 +61,10 @@ class Evaluator:
             count: Number of samples to use; all if there are fewer.
             functions: Functions by the name of their result. If a batch is a mapping that holds its loss,
                 they get the mapping in place of the targets.
+            stop: Returns whether this rank is asked to stop; all ranks give one, or none does.
+
+        Returns:
+            The means by name; nothing, on all ranks, if one of them was asked to stop before the last batch.
         """
         parallel, device = self._parallel, self._parallel.device
         count = min(count, len(samples))
@@ -63,11 +72,14 @@ class Evaluator:
         all_count = all_targets_count(samples)
         total = torch.zeros(2 + len(functions), dtype=torch.float64, device=device)
         inputs = Inputs(device)
+        together, is_over = StopTogether(parallel.axes.world, device, stop), False
         was_training = parallel.module.training
         parallel.module.eval()
         with self._recorder.span(Kind.VALIDATION), torch.no_grad(), parallel.unchanged():
             # Every rank runs equally many forwards, since each of them gathers sharded weights.
             for start in range(0, count, dp.size * self._microbatch):
+                if is_over := together.is_over():
+                    break
                 first = start + dp.index * self._microbatch
                 held = max(0, min(count - first, self._microbatch))
                 indices = np.arange(first, first + held) if held else np.arange(1)
@@ -83,6 +95,8 @@ class Evaluator:
                     means = [torch.as_tensor(each, dtype=torch.float64, device=device) for each in values]
                     total += torch.stack([*means, torch.ones_like(total[0])]) * read.counted
         parallel.module.train(was_training)
+        if is_over:
+            return {}
         parallel.axes.world.all_reduce(total, "validation").wait()
         return {
             name: float(value / total[-1]) for name, value in zip(("loss", *functions), total, strict=False)

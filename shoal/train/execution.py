@@ -17,11 +17,11 @@ from shoal.launch import EXIT_STOPPED, PEER, Membership, StopSignal, World
 from shoal.plan import Plan
 from shoal.record import ClockExchange, Marks, exchange_clocks
 from shoal.run import Account, Decision, Run, write_decision
+from shoal.train.agreement import are_all_asked
 from shoal.train.claim_together import claim_together
 from shoal.train.classes import for_model, prepared
 from shoal.train.compiling import Compiling
-from shoal.train.config import describe_config
-from shoal.train.describe import describe, new_parameters_text, passed_over_text, since_step
+from shoal.train.describe import describe, opening, since_step
 from shoal.train.elastic_saves import FOLDER, MemorySaves
 from shoal.train.first_weights import begin_from
 from shoal.train.held_out import HeldOut, accuracy
@@ -37,14 +37,14 @@ from shoal.train.rate_change import rate_change_of
 from shoal.train.recording import open_destinations, open_loggers, open_profiling, open_run_recorder
 from shoal.train.result import StepResult
 from shoal.train.roles import Role
-from shoal.train.saving import Saving, is_due
+from shoal.train.saving import Saving
 from shoal.train.step_memory import MemoryRecord
 from shoal.train.taking_up import go_on
 from shoal.train.time_account import TimeAccount
 from shoal.train.trainer import Trainer
 from shoal.train.uploading import Uploading
+from shoal.train.validation import Validation
 from shoal.train.workers import Workers
-from shoal.units import format_count
 
 __all__ = ["Execution", "Regroup"]
 
@@ -102,7 +102,7 @@ class Execution:
         self._clocks = self._compare_clocks()
         self._profiling = open_profiling(record, self._run, number, device, marks, self._say)
         self._memory = MemoryRecord(run.memory_file(number) if record.memory else None, number, self._say)
-        self._validation = corpus.samples("validation", self._config.sequence)
+        validation = corpus.samples("validation", self._config.sequence)
         self._trainer = Trainer(
             model,
             corpus.samples("train", self._config.sequence),
@@ -117,7 +117,7 @@ class Execution:
             on_step=self._take_result,
             on_save=self._upload,
             on_decision=self._take_decision,
-            held_out=HeldOut(self._validation, functions={"accuracy": accuracy}),
+            held_out=HeldOut(validation, functions={"accuracy": accuracy}),
             servers=self._servers,
             compare_replicas=self._config.compare_replicas,
             offload_folder=offload_folder(self._config, job.path),
@@ -142,36 +142,32 @@ class Execution:
         self._destinations = open_destinations(record, self._run, world.rank == 0, say)
         self._loggers = open_loggers(self._run, self._destinations, world.rank == 0, say)
         self._compiling = Compiling(self._say)
+        self._validation = Validation(self._trainer, validation, self._config, self._loggers.log, self._say)
 
     def run(self, stop: StopSignal) -> int:
         """Train to the last step, or until stopped; return the exit code."""
         try:
             with self._time.part("load"):
-                self._take_up()
+                loaded = self._take_up()
             self._time.loaded(self._trainer.step_count)
             self._looked_at = self._trainer.step_count
-            self._saving.begin()
+            self._saving.begin(loaded)
             stop.heed()
-            self._say(self._opening())
-            while self._trainer.step_count < self._config.steps:
+            self._say(opening(self._job, self._described, self._plan))
+            if self._trainer.step_count == self._config.steps:  # all that is left is the last validation
+                self._do_what_is_due(stop)
+            while not self._is_stopped and self._trainer.step_count < self._config.steps:
                 with self._time.part("steps"):
                     compiling = self._step(stop)
+                stop.has_step = True
                 self._time.stepped(self._trainer.step_count, compiling)
-                if self._is_stopped and self._trainer.step_count < self._config.steps:
-                    if self._in_memory is not None and not self._is_asked_to_stop(stop):
-                        with self._time.part("save"):
-                            self._in_memory.save_now()
-                        self._time.leave()
-                        raise Regroup
-                    if self._trainer.workers.leads:
-                        with self._time.part("save"):
-                            path = self._saving.save_at_end()
-                        self._say(f"stopped by a signal; saved {path}; go on with --resume {self._run.path}")
-                    return EXIT_STOPPED
-                self._do_what_is_due()
+                if not self._is_stopped or self._trainer.step_count == self._config.steps:
+                    self._do_what_is_due(stop)
+            if self._is_stopped:
+                return self._end(stop)
             self._trainer.settle()
             if self._trainer.workers.retire():
-                self._do_what_is_due()
+                self._do_what_is_due(stop)
             self._trainer.workers.leave()
             self._clocks.close()
             self._recorder.close()  # the summary reads the timelines of all ranks
@@ -200,6 +196,19 @@ class Execution:
             if self._servers is not None:
                 self._servers.close()
             self._time.close("the ranks end")
+
+    def _end(self, stop: StopSignal) -> int:
+        """Save after a signal, and return the exit code; raise Regroup if others go on."""
+        if self._in_memory is not None and not are_all_asked(stop, self._coordinator):
+            with self._time.part("save"):
+                self._in_memory.save_now()
+            self._time.leave()
+            raise Regroup
+        if self._trainer.workers.leads:
+            with self._time.part("save"):
+                path = self._saving.save_at_end()
+            self._say(f"stopped by a signal; saved {path}; go on with --resume {self._run.path}")
+        return EXIT_STOPPED
 
     def _step(self, stop: StopSignal) -> float:
         """Make a step, and return the seconds that compiling took of it.
@@ -247,7 +256,7 @@ class Execution:
             self._in_memory.stepped(result.seconds)
             self._membership.step_seconds = result.seconds
         if not (self._is_savable or result.skipped):
-            self._trainer.require_savable()
+            self._trainer.saved.require_savable()
             self._saving.prepare()
             self._is_savable = True
         if not self._is_first:
@@ -267,26 +276,22 @@ class Execution:
             write_decision(self._run.decisions_file, decision)
         self._say(str(decision))
 
-    def _do_what_is_due(self) -> None:
-        workers, before = self._trainer.workers, self._looked_at
-        if not workers.has_merged:
+    def _do_what_is_due(self, stop: StopSignal) -> None:
+        """Save, and then validate: a signal meanwhile loses no step."""
+        before, step = self._looked_at, self._trainer.step_count
+        if not self._trainer.workers.has_merged:
             return
-        step = self._looked_at = self._trainer.step_count
-        last = self._config.steps
-        if not workers.leads:
+        self._looked_at = step
+        if not self._trainer.workers.leads:
             return
-        if step == last or is_due(before, step, self._config.validation.every):
-            functions = {"accuracy": accuracy} if self._config.data.label else {}
-            with self._time.part("validation"):
-                values = self._trainer.evaluate(self._validation, self._config.validation.samples, functions)
-            self._loggers.log(step, {f"validation_{name}": value for name, value in values.items()})
-            told = ", ".join(f"{name} {value:.3f}" for name, value in values.items())
-            self._say(f"step {step}/{last}  validation {told}")
         with self._time.part("save"):
-            if step == last:
+            if step == self._config.steps:
                 self._saving.save_at_end()
             elif not self._saving.save_if_due(before) and self._in_memory is not None:
                 self._in_memory.save_if_due()
+        if self._validation.is_due(before):
+            with self._time.part("validation"):
+                self._is_stopped |= not self._validation.make(stop)
 
     def _upload(self, checkpoint: Path) -> None:
         """Copy a checkpoint that is complete to the object store, if there is one."""
@@ -294,8 +299,12 @@ class Execution:
             self._uploading = self._uploading or Uploading(self._config.checkpoint, self._say)
             self._uploading.saved(checkpoint)
 
-    def _take_up(self) -> None:
-        """Load what the job resumes or begins from, if anything, and describe the run as it is now."""
+    def _take_up(self) -> Path | None:
+        """Load what the job resumes or begins from, if anything, and describe the run as it is now.
+
+        Return the checkpoint that it resumes from.
+        """
+        path = None
         resume, init = self._job.resume, self._config.init
         if resume is not None:
             hosts = None if self._in_memory is None else self._in_memory.hosts
@@ -313,6 +322,7 @@ class Execution:
         # Only now, so that a configuration that does not fit the run leaves it unchanged.
         if self._is_first:
             self._run.describe(self._resolved())
+        return path
 
     def _resolved(self) -> dict[str, Any]:
         """Return the run's description, with the stages that the model was cut into."""
@@ -346,20 +356,6 @@ class Execution:
         if self._membership.leads_next(seconds):
             with contextlib.suppress(CheckpointError):  # then an older state counts
                 self._in_memory.save_replica()
-
-    def _is_asked_to_stop(self, stop: StopSignal) -> bool:
-        """Return whether all ranks were asked to stop, and not some of them to leave; on all ranks."""
-        return all(self._coordinator.all_gather_object(stop.received is not None))
-
-    def _opening(self) -> str:
-        model, device = self._described["model"], self._described["device"]
-        return (
-            f"run {self._run.path}: {model['name']} with "
-            f"{format_count(model['parameters'])} parameters on {self._job.plan.ranks} "
-            f"{device['type']} rank{'s' if self._job.plan.ranks > 1 else ''}, Plan {self._plan}\n"
-            f"{describe_config(self._config)}{passed_over_text(self._job.passed_over)}"
-            f"{'' if self._job.goes_on else new_parameters_text(self._described)}"
-        )
 
     @property
     def _plan(self) -> Plan:

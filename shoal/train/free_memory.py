@@ -11,6 +11,7 @@ from functools import partial
 from shoal.cluster import Cluster, limited
 from shoal.errors import ConfigError
 from shoal.parallel.device_memory import available_memory
+from shoal.signals import withheld_from_children
 from shoal.train.config import TrainConfig
 
 __all__ = ["AUTOMATIC_MEMORY", "PROCESS_BYTES", "within_memory"]
@@ -86,7 +87,8 @@ def _free_on_gpus(ranks: int, reserved: int) -> int | None:
 def _asking() -> subprocess.Popen[str]:
     command = [sys.executable, "-c", _FREE_ON_GPUS]
     pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, text=True)
+    with withheld_from_children():
+        return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere, text=True)
 
 
 def _answer_of(asked: subprocess.Popen[str]) -> list[int]:

@@ -241,7 +241,7 @@ def choose_path(directory: Path | None, resume: Resume | None, config: TrainConf
 
 
 def nothing_left_to_do(job: Job) -> str:
-    """Return a message if the run has made all its steps; empty if there are steps to make.
+    """Return a message if the run has made all its steps; empty if something is left: steps, or a validation.
 
     Reads the checkpoint in full: a corrupt one does not count, and its steps are made again.
     """
@@ -251,10 +251,18 @@ def nothing_left_to_do(job: Job) -> str:
     if last is None:
         return ""
     made, asked = step_of(last), job.config.steps
+    if made == asked and not job.is_served and not _is_validated(job.resume.run, made):
+        return ""  # a signal has stopped the last validation
     return (
         f"{job.path} is complete: {made} of {asked} steps are made, and {last.name} is sound; nothing was "
         f"started. To train longer: shoal train --resume {job.path} --set steps=N, with N above {made}"
     )
+
+
+def _is_validated(run: Run, step: int) -> bool:
+    """Return whether a run was validated after a step, as far as is known."""
+    values = run.metrics()
+    return not values or any(each["step"] == step and "validation_loss" in each for each in values)
 
 
 def _saved_at_the_end(job: Job, resume: Resume) -> list[Path]:

@@ -66,10 +66,13 @@ class Saving:
         self._behind = 0.0  # seconds that the last save beside the training took
         self._stalls: list[float] = []
         self._begun = self._failed = 0
+        self._newest: tuple[int, Path] | None = None  # the newest checkpoint that is complete, and its step
 
-    def begin(self) -> None:
-        """Begin to count steps: the run begins or goes on."""
+    def begin(self, loaded: Path | None) -> None:
+        """Begin to count steps: the run begins, or goes on from a checkpoint."""
         self._saved_at = self._trainer.step_count
+        if loaded is not None and loaded.parent == self._directory:
+            self._newest = self._saved_at, loaded
 
     def prepare(self) -> None:
         """Make room for the saves to come, once a step was made, if this rank's worker saves."""
@@ -107,7 +110,7 @@ class Saving:
         return True
 
     def save_at_end(self) -> Path:
-        """Save while nothing else goes on, once the save before has ended, and return the checkpoint.
+        """Save while nothing else goes on, once the save before has ended; return the step's checkpoint.
 
         Raises:
             CheckpointError: It could not be written.
@@ -115,9 +118,11 @@ class Saving:
         began = time.perf_counter()
         self._trainer.finish_saving()
         self._tell_wait(time.perf_counter() - began)
-        path = self._trainer.save(self._directory, self._extra)
-        self._retain(path)
-        return path
+        step = self._trainer.step_count
+        if self._newest is None or self._newest[0] != step:
+            self._newest = step, self._trainer.save(self._directory, self._extra)
+            self._retain(self._newest[1])
+        return self._newest[1]
 
     def summary(self) -> str:
         """Return what became of the checkpoints during the training; "" if there were none."""
@@ -155,6 +160,8 @@ class Saving:
 
     def _ended(self, ended: Ended) -> None:
         self._behind = ended.seconds
+        if ended.path is not None:
+            self._newest = ended.step, ended.path
         for warning in ended.warnings:
             self._say(f"warning: {warning}")
         if ended.error is not None:

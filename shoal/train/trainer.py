@@ -283,7 +283,12 @@ class Trainer:
         return self.evaluate(samples, count)["loss"]
 
     def evaluate(
-        self, samples: Any, count: int, functions: Mapping[str, Evaluation] | None = None
+        self,
+        samples: Any,
+        count: int,
+        functions: Mapping[str, Evaluation] | None = None,
+        *,
+        stop: Callable[[], bool] | None = None,
     ) -> dict[str, float]:
         """Return the mean `loss` over the first `count` samples, and the means of functions; dropout is off.
 
@@ -293,11 +298,14 @@ class Trainer:
             functions: Functions by name, from the model's output and the targets to a mean over the elements
                 that count. If a batch is a mapping that holds its loss, they get the mapping in place of the
                 targets.
+            stop: Returns whether this rank is asked to stop. If a rank is, all return nothing, between two
+                batches. All ranks give one, or none does.
         """
         self.settle()
         with self._listeners.part("validation"):
-            values = self._evaluator(as_samples(samples), count, functions or {})
-        self._listeners.validated(self.step_count, values)
+            values = self._evaluator(as_samples(samples), count, functions or {}, stop)
+        if values:
+            self._listeners.validated(self.step_count, values)
         return values
 
     def save(self, directory: Path | str | None = None, extra: Extra = None) -> Path:
@@ -345,14 +353,6 @@ class Trainer:
         if self._guide is not None:
             state["exchange"] = self._guide.kept()
         return Path(directory or self._listeners.checkpoints), self.step_count, state
-
-    def require_savable(self) -> None:
-        """Check, after a step, that the optimizer's state can be saved later.
-
-        Raises:
-            CheckpointError: The optimizer has state that a checkpoint cannot hold.
-        """
-        self.saved.require_savable()
 
     def load(self, checkpoint: Path | str) -> Mapping[str, Any]:
         """Load the state of a checkpoint, which any number of ranks under any Plan may have saved.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from worker_stand_ins import make
 
 from shoal.data import DataConfig, prepare
 from shoal.data.workers import Workers
-from shoal.errors import DataError
+from shoal.errors import DataError, LostProcessError
+from shoal.signals import ANSWERED
 
 Configure = Callable[..., DataConfig]
 
@@ -26,9 +28,35 @@ def test_results_come_in_order_and_errors_in_place_of_results() -> None:
         with pytest.raises(DataError, match="13 was given"):
             next(results)
         assert list(workers.map([1, 2, 3])) == [2, 4, 6]
-        with pytest.raises(DataError, match="was ended by SIGKILL") as caught:
+
+
+@pytest.mark.parametrize("number", sorted(ANSWERED))
+def test_signals_to_all_processes_of_a_run_do_not_end_workers(number: signal.Signals) -> None:
+    with Workers(1, make) as workers:
+        result = workers.submit(21)
+        for process in workers._processes:  # which may not even have begun
+            process.send_signal(number)
+        assert result.result() == 42
+        for process in workers._processes:
+            process.send_signal(number)
+        assert list(workers.map(range(3))) == [0, 2, 4]
+
+
+def test_another_worker_takes_the_place_of_one_that_is_lost() -> None:
+    with Workers(2, make) as workers:
+        assert list(workers.map([1, 2])) == [2, 4]
+        workers._processes[0].kill()
+        with pytest.warns(UserWarning, match="was ended by SIGKILL; another one takes its place"):
+            assert list(workers.map(range(6))) == [0, 2, 4, 6, 8, 10]
+
+
+@pytest.mark.filterwarnings("ignore:a worker process for data")
+def test_workers_that_are_lost_again_are_no_wrong_input() -> None:
+    with Workers(2, make) as workers:
+        with pytest.raises(LostProcessError, match=r"was ended by SIGKILL.* data\.workers") as caught:
             list(workers.map([1, -1, 2, 3]))
-        assert "data.workers" in caught.value.change
+        assert caught.value.exit_code == 1
+        assert list(workers.map([1, 2, 3])) == [2, 4, 6]
 
 
 def test_tokens_do_not_depend_on_the_number_of_workers(

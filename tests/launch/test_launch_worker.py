@@ -11,13 +11,13 @@ import sys
 import pytest
 
 from shoal.errors import PlanError, TrainingError
-from shoal.launch import StopSignal, run_rank
+from shoal.launch import run_rank
+from shoal.signals import ANSWERED, STOPS, withheld_from_children
 
 
 @pytest.fixture(autouse=True)
 def own_signals(monkeypatch):
-    heeded = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-    before = {number: signal.getsignal(number) for number in heeded}
+    before = {number: signal.getsignal(number) for number in ANSWERED}
     monkeypatch.delenv("SHOAL_OUTCOMES", raising=False)
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     yield
@@ -29,7 +29,7 @@ def test_the_exit_code_is_what_the_work_gives():
     assert run_rank(0, lambda stop: 75) == 75
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize("number", STOPS)
 def test_a_signal_that_is_heeded_is_noted(number):
     def work(stop):
         stop.heed()
@@ -41,10 +41,123 @@ def test_a_signal_that_is_heeded_is_noted(number):
     assert run_rank(0, work) == 0
 
 
-def test_a_signal_that_is_not_heeded_yet_ends_the_process():
-    StopSignal()
-    asked = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    assert {signal.getsignal(number) for number in asked} == {signal.SIG_DFL}
+EARLY = """
+import ctypes, sys
+from shoal.launch import run_rank
+
+def work(stop):
+    mutex = ctypes.create_string_buffer(128)
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+    print("begins", flush=True)
+    ctypes.CDLL(None).pthread_mutex_lock(mutex)  # waits in native code, which no Python handler interrupts
+
+early = {"early": 75} if len(sys.argv) > 1 else {}
+run_rank(0, work, **early)
+"""
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_a_signal_before_the_first_step_ends_the_process_without_a_loss(number):
+    with subprocess.Popen(
+        [sys.executable, "-c", EARLY, "a training"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as rank:
+        rank.stdout.readline()
+        rank.send_signal(number)
+        assert rank.wait(60) == 75
+        told = rank.stderr.read()
+    assert told == f"shoal: stopped by {number.name} before the first step: no step is lost\n"
+
+
+def test_a_signal_ends_work_that_never_heeds_it():
+    with subprocess.Popen([sys.executable, "-c", EARLY], stdout=subprocess.PIPE, text=True) as rank:
+        rank.stdout.readline()
+        rank.send_signal(signal.SIGINT)
+        assert rank.wait(60) == 130
+
+
+def test_sighup_stays_ignored_under_nohup():
+    def work(stop):
+        os.kill(os.getpid(), signal.SIGHUP)
+        stop.heed()
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert stop.received is None
+        return 0
+
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert run_rank(0, work) == 0
+
+
+TWICE = """
+import os, signal, time
+from shoal.launch import run_rank
+
+def work(stop):
+    stop.heed()
+    for _ in range(2):  # a launcher passes on what reached all
+        os.kill(os.getpid(), signal.SIGINT)
+    return 75
+
+raise SystemExit(run_rank(0, work))
+"""
+
+
+@pytest.mark.parametrize(("launcher", "code"), [({}, 130), ({"RANK": "0", "WORLD_SIZE": "1"}, 75)])
+def test_a_ctrl_c_that_a_launcher_passes_on_is_not_a_second_one(launcher, code):
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    assert subprocess.run([sys.executable, "-c", TWICE], env=environment | launcher).returncode == code
+
+
+FORKS = """
+import os, signal
+from shoal.launch import run_rank
+
+def work(stop):
+    child = os.fork()
+    if child == 0:
+        while True:
+            signal.pause()
+    os.kill(child, signal.SIGTERM)  # as a pool of multiprocessing ends its processes
+    return 0 if os.waitpid(child, 0)[1] == signal.SIGTERM and stop.received is None else 1
+
+raise SystemExit(run_rank(0, work))
+"""
+
+
+def test_a_process_that_a_rank_forks_ends_at_signals_and_the_rank_does_not():
+    assert subprocess.run([sys.executable, "-c", FORKS], timeout=60).returncode == 0
+
+
+WITHHELD = """
+import signal, sys, time
+print("begins", flush=True)
+if "parent" in sys.argv:
+    from shoal.signals import obey_parent_alone
+    obey_parent_alone()
+sys.stdin.read()
+"""
+
+
+def test_signals_are_withheld_from_a_child_until_its_input_ends():
+    with withheld_from_children():
+        child = subprocess.Popen([sys.executable, "-c", WITHHELD], stdin=subprocess.PIPE)
+    for number in ANSWERED:  # the interpreter may not even have begun
+        child.send_signal(number)
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.wait(0.5)
+    child.communicate(timeout=60)
+    assert child.returncode == 0
+
+
+def test_a_child_that_a_library_ends_obeys_its_parent():
+    with withheld_from_children():
+        child = subprocess.Popen([sys.executable, "-c", WITHHELD, "parent"], stdin=subprocess.PIPE)
+    other = f"import os; os.kill({child.pid}, 15)"
+    subprocess.run([sys.executable, "-c", other], check=True)
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.wait(0.5)
+    child.terminate()
+    assert child.wait(60) == 0
+    child.stdin.close()
 
 
 SLOW = """

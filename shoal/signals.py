@@ -1,0 +1,69 @@
+"""Signals that ask a run to end, and how they are kept from processes that a launcher or a rank starts.
+
+A signal may reach every process of a run: a service manager, a container's runtime and srun send it to all.
+The launcher and the ranks answer it: ranks finish their step and save. For that they need their other
+processes, such as the one that ranks are forked from, those that prepare data, and compilers. These must
+outlive it. They end when their input is closed, when their parent ends, or by SIGKILL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+__all__ = [
+    "ANSWERED",
+    "STOPS",
+    "obey_parent_alone",
+    "take_signals",
+    "withheld_from_children",
+    "withhold_signals",
+]
+
+STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""Signals that ask to finish the step, save and end."""
+
+ANSWERED = frozenset({*STOPS, signal.SIGUSR2})
+"""Signals that launchers and ranks answer; SIGUSR2 asks for a profile."""
+
+
+@contextlib.contextmanager
+def withheld_from_children() -> Iterator[None]:
+    """Keep signals from the processes that this thread starts within this context, from their first moment.
+
+    The signals are blocked, and a process inherits that, over `exec` too. This process gets those that came
+    meanwhile at the end of the context.
+    """
+    before = withhold_signals()
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def withhold_signals() -> set[signal.Signals | int]:
+    """Block the signals in this thread, and so in processes that it starts; return what was blocked."""
+    return signal.pthread_sigmask(signal.SIG_BLOCK, ANSWERED)
+
+
+def take_signals() -> None:
+    """Take signals that were withheld from this thread, those that came meanwhile too."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ANSWERED)
+
+
+def obey_parent_alone() -> None:
+    """In a process that signals are kept from, end at a SIGTERM of its parent, and at no other one.
+
+    It is for processes that a library ends by SIGTERM.
+    """
+
+    def wait() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+            pass
+        os._exit(0)
+
+    parent = os.getppid()
+    threading.Thread(target=wait, name="shoal-parent", daemon=True).start()
