@@ -13,7 +13,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -36,6 +35,7 @@ from shoal.launch.outcome import Outcome
 from shoal.launch.relay import Relay
 from shoal.launch.stopping import StopRequest, signals_noted
 from shoal.launch.token import read_token
+from shoal.scratch import scratch_folder
 
 __all__ = ["follow"]
 
@@ -144,7 +144,7 @@ class _Following:
             threading.Thread(target=work, name="shoal-follow", daemon=True).start()
         with contextlib.ExitStack() as stack:
             stack.callback(self._close)
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-")))
+            folder = stack.enter_context(scratch_folder())
             self._tell(kind="host", ranks=self._meeting.ranks, name=socket.gethostname())
             while True:
                 self._wait()
