@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import selectors
 import signal
@@ -14,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, final
 
+from shoal.errors import ConfigError
 from shoal.launch.nursery import ForkedRank, Nursery
 from shoal.launch.output import NamedLines, RankLog, pass_on
 from shoal.launch.relay import Relay
@@ -182,9 +184,19 @@ def _start(
     if nursery is not None:
         assert list(command[:2]) == [sys.executable, "-m"], "a nursery runs modules"
         return nursery.start(command[2], command[3:], environment, outputs)
-    return subprocess.Popen(
-        command, env=environment, stdout=outputs[0], stderr=outputs[1], start_new_session=True
-    )
+    try:
+        return subprocess.Popen(
+            command, env=environment, stdout=outputs[0], stderr=outputs[1], start_new_session=True
+        )
+    except OSError as error:
+        if error.errno != errno.E2BIG:
+            raise
+        size = sum(len(name) + len(value) + 2 for name, value in environment.items())
+        raise ConfigError(
+            f"the environment of a rank has {size} bytes, and the system starts no program with it",
+            possible="values of at most 128 KiB, and a quarter of the stack limit in all (ulimit -s)",
+            change="unset what the ranks do not need",
+        ) from error
 
 
 def _state_of(process: int) -> str:
