@@ -10,7 +10,7 @@ __all__ = ["LAYERS", "TORCH_FREE"]
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "units", "lines", "layers", "release", "signals"),
-    ("limits",),
+    ("limits", "listener", "scratch"),
     ("plan", "cluster", "workload", "timeline", "run", "values"),
     ("cost",),
     ("simulate",),

@@ -5,9 +5,13 @@ Readers report a ValueError of these functions in their own named error, with th
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import stat
 import tomllib
-from pathlib import Path
+from io import FileIO
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from shoal.units import format_bytes
@@ -21,8 +25,12 @@ __all__ = [
     "NUMBER",
     "PLAN",
     "RANKS",
+    "is_inside",
     "json_of",
+    "open_regular",
     "read_limited",
+    "read_regular",
+    "strict_json_of",
     "toml_of",
 ]
 
@@ -56,7 +64,41 @@ def read_limited(path: str | Path, most: int) -> bytes:
         ValueError: It has more bytes.
     """
     with open(path, "rb") as file:
-        content = file.read(most + 1)
+        return _at_most(file.read(most + 1), most)
+
+
+def read_regular(path: str | Path, most: int) -> bytes:
+    """Return the content of a file as `read_limited` does, and refuse what `open_regular` refuses."""
+    with open_regular(path) as file:
+        content = b""
+        while part := file.read(most + 1 - len(content)):
+            content += part
+        return _at_most(content, most)
+
+
+def open_regular(path: str | Path) -> FileIO:
+    """Open a file for reading, unbuffered; links are followed.
+
+    Raises:
+        OSError: It cannot be read, or is no regular file: others, such as a named pipe, may never end, and
+            who opens them may wait for ever.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+    return FileIO(descriptor)
+
+
+def is_inside(name: object) -> bool:
+    """Return whether a file's name, which another file gives, stays in the folder that it is relative to."""
+    if not isinstance(name, str) or "\0" in name:
+        return False
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
+
+
+def _at_most(content: bytes, most: int) -> bytes:
     if len(content) > most:
         raise ValueError(f"it has more than {format_bytes(most)}, which is the limit for such a file")
     return content
@@ -72,6 +114,31 @@ def json_of(text: str | bytes | bytearray) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def strict_json_of(text: str | bytes | bytearray) -> Any:
+    """Return the value of a JSON text; errors as in `json_of`.
+
+    Refuse what Python's reader takes beyond the standard: NaN, infinities, and a name twice in an object,
+    which readers understand differently.
+    """
+    try:
+        return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"it holds {name}, which is no number of JSON")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it has {twice!r:.80} twice")
+    return found
 
 
 def toml_of(content: bytes) -> dict[str, Any]:

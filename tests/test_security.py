@@ -25,7 +25,7 @@ ROOT = Path(shoal.__file__).parents[1]
 def listening(path: Path) -> Iterator[str]:
     """The calls in a Python file that open a port."""
     text = path.read_text(encoding="utf-8")
-    has_sockets = re.search(r"^(import|from) socket\b", text, re.M)
+    has_sockets = re.search(r"^(import|from) (socket|shoal\.listener)\b", text, re.M)
     for node in ast.walk(ast.parse(text)):
         if not isinstance(node, ast.Call):
             continue

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from shoal.errors import TrainingError, UserError, WorkerError
 from shoal.launch import Nursery, StopSignal, World, choose_device, join, launch
 from shoal.parallel import own_device
 from shoal.plan import Mesh, Plan, SettledPlan
+from shoal.scratch import scratch_folder
 
 __all__ = ["CheckJob", "Comparison", "compare_here", "compare_locally", "serve"]
 
@@ -163,8 +163,8 @@ def compare_locally(job: CheckJob, tell: Tell, nursery: Nursery | None = None) -
     if ranks == 1:
         return compare_here(job, World(rank=0, ranks=1, local_rank=0, master=("", 0)), tell)
     verdicts: list[Verdict] = []
-    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
-        file, results = Path(folder) / "job", Path(folder) / "results"
+    with scratch_folder() as folder:
+        file, results = folder / "job", folder / "results"
         while len(verdicts) < len(job.plans):
             left = CheckJob(trial=job.trial, plans=job.plans[len(verdicts) :], device=job.device)
             file.write_bytes(pickle.dumps((left, tell, results)))

@@ -43,6 +43,7 @@ from shoal.checkpoint.save import save
 from shoal.checkpoint.shard import dtype_named
 from shoal.checkpoint.verify import verify
 from shoal.errors import CheckpointError, CorruptCheckpointError, RunError
+from shoal.limits import is_inside, open_regular
 
 __all__ = ["from_dcp", "to_dcp"]
 
@@ -239,7 +240,7 @@ class _Reader(FileSystemReader):
     def _read_metadata(self) -> Metadata:
         path = self._folder / ".metadata"
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 metadata = (pickle.Unpickler if self._trusted else _Unpickler)(file).load()
         except FileNotFoundError:
             raise CheckpointError(
@@ -251,6 +252,11 @@ class _Reader(FileSystemReader):
             raise CorruptCheckpointError(f"{path} cannot be read: {error!r}") from error
         if not isinstance(metadata, Metadata):
             raise CorruptCheckpointError(f"{path} holds {type(metadata).__name__} in place of Metadata")
+        for stored in (metadata.storage_data or {}).values():
+            name = getattr(stored, "relative_path", None)
+            place = self._folder / str(name)
+            if not is_inside(name) or (place.exists() and not place.is_file()):
+                raise CorruptCheckpointError(f"{path} names {name!r:.200}, which is no file in its folder")
         return metadata
 
 

@@ -16,6 +16,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from shoal.checkpoint.chunks import ALIGNMENT, CHUNKS_AHEAD, Chunks
+from shoal.limits import open_regular
 
 __all__ = [
     "REAL_FILES",
@@ -202,7 +203,7 @@ def hash_of_file(path: Path) -> str:
     """
     digest = hashlib.sha256()
     chunk, other = memoryview(bytearray(_CHUNK_BYTES)), memoryview(bytearray(_CHUNK_BYTES))
-    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(1, "shoal hash") as thread:
+    with open_regular(path) as file, ThreadPoolExecutor(1, "shoal hash") as thread:
         hashing: Future[None] = thread.submit(digest.update, b"")
         while count := file.readinto(chunk):
             hashing.result()

@@ -26,15 +26,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from shoal.checkpoint.coverage import check_coverage
 from shoal.checkpoint.region import Region
 from shoal.errors import CheckpointError, CorruptCheckpointError
-from shoal.limits import DIMS, MANIFEST, json_of, read_limited
+from shoal.limits import DIMS, MANIFEST, is_inside, read_regular, strict_json_of
 
 __all__ = ["MANIFEST_NAME", "FileRecord", "Manifest", "StoredPiece", "TensorRecord", "merge", "read_manifest"]
 
@@ -153,7 +154,7 @@ class Manifest:
             CorruptCheckpointError: The text is incomplete, altered, or of another format.
         """
         try:
-            body = json_of(text)
+            body = strict_json_of(text)
         except ValueError as error:
             raise CorruptCheckpointError(f"is not JSON: {error}") from error
         if not isinstance(body, dict) or body.get("format") != _FORMAT:
@@ -218,7 +219,7 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = path / MANIFEST_NAME
     try:
-        return Manifest.from_json(read_limited(file, MANIFEST))
+        return Manifest.from_json(read_regular(file, MANIFEST))
     except ValueError as error:
         raise CorruptCheckpointError(f"{file} cannot be read: {error}") from error
     except OSError as error:
@@ -244,8 +245,7 @@ def _check_coverage(tensors: Mapping[str, TensorRecord]) -> None:
 def _require_inside(manifest: Manifest) -> None:
     """Refuse files that are not listed, or whose names lead out of the checkpoint's directory."""
     for name in manifest.files:
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in name:
+        if not is_inside(name):
             raise CorruptCheckpointError(
                 f"names the file {name!r}: the files of a checkpoint must be in its own directory"
             )
@@ -263,7 +263,9 @@ def _file_record(body: Mapping[str, Any]) -> FileRecord:
 
 def _tensor_record(body: Mapping[str, Any]) -> TensorRecord:
     pieces = tuple(_stored_piece(piece) for piece in body["pieces"])
-    return TensorRecord(_text(body["dtype"]), _counts(body["shape"]), pieces)
+    shape = _counts(body["shape"])
+    _count(math.prod(max(1, length) for length in shape))  # torch has no larger one, with elements or without
+    return TensorRecord(_text(body["dtype"]), shape, pieces)
 
 
 def _count(value: Any) -> int:

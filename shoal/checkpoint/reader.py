@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Self, final
 import torch
 from safetensors import safe_open
 
-from shoal.limits import json_of
+from shoal.limits import open_regular, strict_json_of
 
 __all__ = ["HashedPass", "ShardReader"]
 
@@ -51,7 +51,7 @@ class ShardReader:
         self._path = path
         self._mapping: Any = None
         with ExitStack() as opened:
-            self._file = opened.enter_context(path.open("rb", buffering=0))
+            self._file = opened.enter_context(open_regular(path))
             self._places = self._read_header()
             self._open = opened.pop_all()
 
@@ -101,7 +101,7 @@ class ShardReader:
             ValueError: The file has no such elements.
         """
         offset = self.start(key) + first * target.element_size()
-        if offset + target.nbytes > self._places[key].stop:
+        if first < 0 or offset + target.nbytes > self._places[key].stop:
             raise ValueError(f"it has no elements [{first}, {first + target.numel()}) of {key!r}")
         return offset, target.as_strided((target.numel(),), (1,)).view(torch.uint8).numpy().data
 
@@ -131,9 +131,9 @@ class ShardReader:
 
     def _read_header(self) -> Mapping[str, _Place]:
         length = int.from_bytes(self._file.read(8), "little")
-        if length > _LONGEST_HEADER:
+        if length > min(_LONGEST_HEADER, self.size):
             raise ValueError("its header is too long")
-        return dict(_places(json_of(self._file.read(length)), 8 + length))
+        return dict(_places(strict_json_of(self._file.read(length)), 8 + length, self.size))
 
 
 @final
@@ -203,11 +203,14 @@ class HashedPass:
             self._pending.popleft().result()
 
 
-def _places(header: Any, begin: int) -> Iterator[tuple[str, _Place]]:
+def _places(header: Any, begin: int, size: int) -> Iterator[tuple[str, _Place]]:
+    """Yield the place of each tensor in a file of `size` bytes, whose header ends at `begin`."""
     try:
         for key, entry in header.items():
             if key != "__metadata__":
                 start, stop = entry["data_offsets"]
-                yield key, _Place(begin + int(start), begin + int(stop))
+                if not (type(start) is type(stop) is int and 0 <= start <= stop <= size - begin):
+                    raise ValueError(f"its header places {key!r:.80} at {start!r:.40} to {stop!r:.40}")
+                yield key, _Place(begin + start, begin + stop)
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"its header is not one of safetensors: {error!r}") from error

@@ -9,10 +9,10 @@ and deleted first: a checkpoint is complete if its manifest is there. One proces
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import final
 
@@ -20,6 +20,7 @@ from shoal.checkpoint.directory import age_of, checkpoints, free_path, staging_p
 from shoal.checkpoint.files import REAL_FILES, remove_tree, write_file
 from shoal.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from shoal.errors import CheckpointError, ConfigError, CorruptCheckpointError, MissingExtraError
+from shoal.limits import MANIFEST, open_regular, read_regular
 from shoal.run.writer import claimed
 
 __all__ = ["Store", "is_url"]
@@ -89,7 +90,7 @@ class Store:
             CorruptCheckpointError: It is not what was written; then it is not complete in the store.
             CheckpointError: It cannot be read, or the store cannot be written.
         """
-        manifest, told = read_manifest(checkpoint), (checkpoint / MANIFEST_NAME).read_bytes()
+        manifest, told = read_manifest(checkpoint), read_regular(checkpoint / MANIFEST_NAME, MANIFEST)
         with self._reported(f"cannot take {checkpoint.name}"):
             complete = self.steps()
             self._remove([name for name in self._folders() if name not in complete])
@@ -99,7 +100,7 @@ class Store:
             for name, record in manifest.files.items():
                 digest = hashlib.sha256()
                 place = self._path(checkpoint.name, name)
-                with (checkpoint / name).open("rb") as source, self._files.open(place, "wb") as target:
+                with open_regular(checkpoint / name) as source, self._files.open(place, "wb") as target:
                     while block := source.read(_CHUNK_BYTES):
                         digest.update(block)
                         target.write(block)
@@ -134,8 +135,9 @@ class Store:
             name, target = names[0], directory / "checkpoints"
             told = bytes(self._files.cat_file(self._path(name, MANIFEST_NAME)))
             for path in checkpoints(target):
-                if (path / MANIFEST_NAME).read_bytes() == told:
-                    return path
+                with contextlib.suppress(OSError, ValueError):  # a damaged one is another one
+                    if read_regular(path / MANIFEST_NAME, MANIFEST) == told:
+                        return path
             try:
                 manifest = Manifest.from_json(told)
             except CorruptCheckpointError as error:
@@ -195,7 +197,7 @@ class Store:
     def _path(self, *names: str) -> str:
         return "/".join((self._root, "checkpoints", *names))
 
-    @contextmanager
+    @contextlib.contextmanager
     def _reported(self, what: str) -> Iterator[None]:
         """Turn what a store's client raises into one error that names the store."""
         try:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.errors import ConfigError, PlanError
+from shoal.scratch import scratch_folder
 from shoal.values import encode
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def run_on_hosts(
     address = _address(args)
     listening = open_meeting(address)
     meeting = _meeting(args, address, leads=listening is not None)
-    with memory_folder() as folder, tempfile.NamedTemporaryFile(prefix="shoal-", suffix=".job") as file:
+    with memory_folder() as folder, scratch_folder() as scratch:
         given = {} if folder is None else {FOLDER: str(folder)}
         if listening is None:
             return follow(meeting, "shoal.train", given, memory=folder, nursery=nursery)
@@ -70,12 +70,12 @@ def run_on_hosts(
             if text := nothing_left_to_do(job):
                 print(text, file=sys.stderr)
                 return 0
-            file.write(encode(job))
-            file.flush()
+            file = scratch / "job"
+            file.write_bytes(encode(job))
             return lead(
                 meeting,
                 listening,
-                [sys.executable, "-m", "shoal.train", file.name],
+                [sys.executable, "-m", "shoal.train", str(file)],
                 encode(job),
                 given,
                 least=meeting.least * (least or meeting.ranks),

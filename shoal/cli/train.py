@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING
 from shoal.cli.local import nursery_for, positive_seconds
 from shoal.cli.nodes import add_arguments, run_on_hosts
 from shoal.errors import ConfigError, PlanError, RunError, WorkerError
+from shoal.scratch import scratch_folder
 from shoal.values import encode
 
 if TYPE_CHECKING:
@@ -236,10 +236,10 @@ def _on_local_ranks(
 
     run = Run(job.path)
     require_free(run.checkpoints, f"the run {run.path}")
-    with tempfile.NamedTemporaryFile(prefix="shoal-", suffix=".job") as file:
-        file.write(encode(job))
-        file.flush()
-        command = [sys.executable, "-m", "shoal.train", file.name]
+    with scratch_folder() as scratch:
+        file = scratch / "job"
+        file.write_bytes(encode(job))
+        command = [sys.executable, "-m", "shoal.train", str(file)]
         with _telling_how_to_go_on([job.path]):
             if elasticity is None:
                 return launch(

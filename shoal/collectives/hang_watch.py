@@ -18,6 +18,7 @@ import os
 import socket
 import threading
 import time
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -120,9 +121,11 @@ class HangWatch:
             self._ledgers = ledger_folder()
             main = threading.main_thread().ident or 0
             self._ledger = Ledger(self._ledgers, rank, main)
-            self._stacks = self._ledger.stacks.open("w", encoding="utf-8")  # faulthandler writes to it
-        except OSError:
-            self._ledger = None  # a host without room for a ledger trains without a watch
+            self._stacks = self._ledger.open_stacks()  # faulthandler writes to it
+        except OSError as error:  # a host without room for a ledger trains without a watch
+            self._ledger = None
+            if isinstance(error, PermissionError):
+                warnings.warn(f"hangs are not explained: {error}", stacklevel=2)
             return
         self._peers = [Peer(each, pid) for each, pid in enumerate(pids) if pid is not None]
         # Other processes, such as after a rank was replaced, have files of their own.

@@ -13,16 +13,19 @@ run, because a write to a file system that hangs would stop the rank.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import mmap
 import os
+import re
+import stat
 import struct
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, final
+from typing import IO, Self, final
 
 from shoal.hang.process import start_of
 from shoal.hang.state import Call, GroupCalls
@@ -51,11 +54,16 @@ _STRIDE, _ENDED = 40, 32
 _PULSE, _FLAGS = 28, 36
 _SIZE = _RING + SLOTS * _STRIDE
 _ANSWERS, _EXITED = 1, 2
+_FILE = re.compile(r"(?:calls|stacks)-(\d+)")
 _OLD = 3600.0  # seconds after which the ledger of an ended process is removed
 
 
 def ledger_folder() -> Path:
-    """Return the folder of ledgers on this host, which only this user can read; make it if absent."""
+    """Return the folder of ledgers on this host, which only this user can read; make it if absent.
+
+    Raises:
+        PermissionError: Something else has its name, such as a link that another user made.
+    """
     given = os.environ.get(LEDGERS)
     if given:
         return Path(given)
@@ -64,9 +72,13 @@ def ledger_folder() -> Path:
     except OSError:
         namespace = 0
     folder = Path(tempfile.gettempdir()) / f"shoal-{os.getuid()}-{namespace}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to another user")
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError(
+            f"{folder} is a link, or others may write to it: remove it, or set TMPDIR to another folder"
+        )
     return folder
 
 
@@ -84,21 +96,25 @@ class Ledger:
     """
 
     def __init__(self, folder: Path, rank: int, main_thread: int) -> None:
-        _remove_old(folder)
-        self._path = _path(folder, os.getpid())
         self.stacks = folder / f"stacks-{os.getpid()}"
-        self._path.unlink(missing_ok=True)  # an earlier group of this process may still map it
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
-            os.ftruncate(descriptor, _SIZE)
-            self._map = mmap.mmap(descriptor, _SIZE)
+            _remove_old(opened)
+            self._map = _new_map(opened, _path(folder, os.getpid()).name)
         finally:
-            os.close(descriptor)
+            os.close(opened)
         self._count = 0
         self._groups: list[tuple[int, ...]] = []
         started = start_of(os.getpid())
         head = (_MAGIC, _VERSION, os.getpid(), rank, main_thread, time.monotonic(), 0, started)
         _HEAD.pack_into(self._map, 0, *head)
+
+    def open_stacks(self) -> IO[str]:
+        """Open the file of this process's stacks, empty, and locked as the ledger is."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+        file = os.fdopen(os.open(self.stacks, flags, 0o600), "w", encoding="utf-8")
+        _lock(file.fileno())
+        return file
 
     def add_group(self, ranks: Sequence[int]) -> int:
         """Add a group of these global ranks; return its number in this ledger, or -1 if there is no room."""
@@ -230,11 +246,41 @@ def _path(folder: Path, pid: int) -> Path:
     return folder / f"calls-{pid}"
 
 
-def _remove_old(folder: Path) -> None:
-    """Remove the files of processes that ended long ago."""
-    for path in folder.glob("*-*"):
-        pid = path.name.rpartition("-")[2]
+def _new_map(folder: int, name: str) -> mmap.mmap:
+    """Return a new file's memory. It is locked while it is mapped: so others know that its process lives."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=folder)  # an earlier group of this process may still map it
+    descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=folder)
+    try:
+        _lock(descriptor)
+        os.ftruncate(descriptor, _SIZE)
+        return mmap.mmap(descriptor, _SIZE)  # it keeps a copy of the descriptor, and so the lock
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    with contextlib.suppress(OSError):  # no locks here: nobody gets one, and removes the file
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+
+
+def _remove_old(folder: int) -> None:
+    """Remove the files of processes that ended long ago; of other files none."""
+    for name in os.listdir(folder):
+        found = _FILE.fullmatch(name)
         with contextlib.suppress(OSError):
-            is_old = time.time() - path.stat().st_mtime > _OLD
-            if pid.isdecimal() and is_old and not Path(f"/proc/{pid}").exists():
-                path.unlink()
+            if found and not Path("/proc", found[1]).exists() and _is_old(folder, name):
+                os.unlink(name, dir_fd=folder)
+
+
+def _is_old(folder: int, name: str) -> bool:
+    """Return whether a file is this user's, was not changed for long, and is locked by nobody."""
+    descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+    try:
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid():
+            return False
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return time.time() - about.st_mtime > _OLD
+    finally:
+        os.close(descriptor)

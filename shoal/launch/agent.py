@@ -11,7 +11,6 @@ import select
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from shoal.launch.node import Node
 from shoal.launch.nursery import open_nursery
 from shoal.launch.output import pass_on
 from shoal.release import release
+from shoal.scratch import scratch_folder
 from shoal.signals import take_signals
 
 __all__ = ["ALONE", "main", "open_store", "own_address", "ranks_here"]
@@ -138,10 +138,11 @@ def _shared(secret: str) -> Iterator[None]:
     if os.environ.get(SECRET_FILE):
         yield
         return
-    with tempfile.NamedTemporaryFile("w", prefix="shoal-secret-") as file:  # its mode is 0600
-        file.write(secret)
-        file.flush()
-        os.environ[SECRET_FILE] = file.name
+    with scratch_folder() as folder:
+        file = folder / "secret"
+        file.touch(mode=0o600)
+        file.write_text(secret)
+        os.environ[SECRET_FILE] = str(file)
         yield
 
 

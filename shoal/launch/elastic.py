@@ -7,7 +7,6 @@ started again, and joins in a later generation. See `shoal.launch.membership`.
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from shoal.launch.members import Members
 from shoal.launch.membership import AFTER, MEMBER
 from shoal.launch.nursery import Nursery
 from shoal.launch.stopping import StopRequest, signals_noted
+from shoal.scratch import scratch_folder
 
 __all__ = ["Elasticity", "launch_elastic", "member_environments"]
 
@@ -75,14 +75,14 @@ def launch_elastic(
             member that failed last, or first in the same moment.
     """
     with (
-        tempfile.TemporaryDirectory(prefix="shoal-") as folder,
+        scratch_folder() as folder,
         store_on_loopback() as store,
         signals_noted() as signals,
     ):
-        environments = member_environments(folder, range(most), most, store.port, environment, nursery)
+        environments = member_environments(str(folder), range(most), most, store.port, environment, nursery)
         with LocalRanks(command, environments, logs, nursery) as processes:
             given = elasticity.least, elasticity.restarts, events, timeout
-            return Members(processes, store, Path(folder), *given).run(StopRequest(signals, grace))
+            return Members(processes, store, folder, *given).run(StopRequest(signals, grace))
 
 
 def member_environments(

@@ -13,7 +13,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Mapping
@@ -37,6 +36,7 @@ from shoal.launch.relay import Relay
 from shoal.launch.stopping import StopRequest, signals_noted
 from shoal.launch.token import read_token
 from shoal.release import release
+from shoal.scratch import scratch_folder
 
 __all__ = ["follow"]
 
@@ -172,7 +172,7 @@ class _Following:
             threading.Thread(target=work, name="shoal-follow", daemon=True).start()
         with contextlib.ExitStack() as stack:
             stack.callback(self._close)
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-")))
+            folder = stack.enter_context(scratch_folder())
             about = {"ranks": self._meeting.ranks, "run": self._meeting.run, "version": release()}
             self._tell(kind="host", name=socket.gethostname(), port=self._gate.port, **about)
             while True:

@@ -7,7 +7,6 @@ files   files of checkpoints in this host's memory
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 from collections.abc import Callable, Mapping
@@ -16,11 +15,9 @@ from typing import Any, final
 from shoal.errors import CommunicationError
 from shoal.launch.link import Link, dial, welcome
 from shoal.launch.pump import Pump
+from shoal.listener import Handshake, Listener, listen, loopback
 
 __all__ = ["Gate", "Service", "StoreDoor", "store_service"]
-
-_AT_A_TIME = 64  # connections whose other end has proved nothing yet
-_PATIENCE = 5.0  # seconds for the first message
 
 Service = Callable[[Link, Mapping[str, Any]], object]
 """Gets a link and its first message, on a thread of its own."""
@@ -40,44 +37,20 @@ class Gate:
     """
 
     def __init__(self, listening: socket.socket, token: bytes, services: Mapping[str, Service]) -> None:
-        self._listening = listening
-        self._token = token
         self._services = services
-        self._free = threading.Semaphore(_AT_A_TIME)
-        self.port: int = listening.getsockname()[1]
-        threading.Thread(target=self._listen, name="shoal-gate", daemon=True).start()
+        self._listener = Listener(listening, lambda: welcome(token), self._admit)
+        self.port: int = self._listener.port
 
     def close(self) -> None:
         """Listen no more."""
-        with contextlib.suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
+        self._listener.close()
 
-    def _listen(self) -> None:
-        while True:
-            self._free.acquire()
-            try:
-                connected, _ = self._listening.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=[connected], name="shoal-link", daemon=True).start()
-
-    def _serve(self, connected: socket.socket) -> None:
-        try:
-            link = welcome(connected, self._token)
-            link.limit(_PATIENCE)
-            asked = link.receive()
-            link.limit(None)
-        except (OSError, CommunicationError):
-            connected.close()
-            return
-        finally:
-            self._free.release()
-        service = self._services.get(str(asked.get("kind")))
+    def _admit(self, connected: socket.socket, asked: dict[str, Any]) -> None:
+        link, service = Link(connected), self._services.get(str(asked.get("kind")))
         if service is None:
             link.close()
         else:
-            service(link, asked)
+            threading.Thread(target=service, args=(link, asked), name="shoal-link", daemon=True).start()
 
 
 def store_service(port: int, pump: Pump, is_open: Callable[[str], bool]) -> Service:
@@ -92,7 +65,7 @@ def store_service(port: int, pump: Pump, is_open: Callable[[str], bool]) -> Serv
     def serve(link: Link, asked: Mapping[str, Any]) -> None:
         session = str(asked.get("session"))
         try:
-            store = socket.create_connection(("127.0.0.1", port))
+            store = socket.create_connection((loopback(), port))
         except OSError:
             link.close()
             return
@@ -120,31 +93,29 @@ class StoreDoor:
     def __init__(self, address: tuple[str, int], token: bytes, session: str) -> None:
         self._address, self._token, self._session = address, token, session
         self._pump = Pump()
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.port: int = self._listening.getsockname()[1]
-        threading.Thread(target=self._listen, name="shoal-store-door", daemon=True).start()
+        self._listener = Listener(listen(loopback(), 0), _first_byte, self._admit)
+        self.port: int = self._listener.port
 
     def close(self) -> None:
         """End all connections through it."""
-        with contextlib.suppress(OSError):
-            self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
+        self._listener.close()
         self._pump.close()
 
-    def _listen(self) -> None:
-        while True:
-            try:
-                connected, _ = self._listening.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._connect, args=[connected], daemon=True).start()
+    def _admit(self, connected: socket.socket, first: bytes) -> None:
+        threading.Thread(target=self._connect, args=(connected, first), daemon=True).start()
 
-    def _connect(self, connected: socket.socket) -> None:
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    def _connect(self, connected: socket.socket, first: bytes) -> None:
         try:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             link = dial(self._address, self._token)
             link.send({"kind": "store", "session": self._session})
+            link.socket.sendall(first)
         except (OSError, CommunicationError):
             connected.close()
             return
         self._pump.add(connected, link.socket)
+
+
+def _first_byte() -> Handshake[bytes]:
+    """Wait until a client of the store asks something: nobody else keeps a connection to the other host."""
+    return (yield 1)

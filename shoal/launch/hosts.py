@@ -12,7 +12,6 @@ import errno
 import os
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from shoal.launch.nursery import Nursery
 from shoal.launch.pump import Pump
 from shoal.launch.stopping import StopRequest, signals_noted
 from shoal.launch.token import TOKEN_FILE, read_token
+from shoal.scratch import scratch_folder
 
 __all__ = ["Meeting", "lead", "open_meeting", "surroundings"]
 
@@ -125,7 +125,7 @@ def lead(
     token = read_token(meeting.token)
     world = meeting.most * meeting.ranks
     with (
-        tempfile.TemporaryDirectory(prefix="shoal-") as folder,
+        scratch_folder() as folder,
         store_on_loopback() as store,
         signals_noted() as signals,
     ):
@@ -133,7 +133,7 @@ def lead(
         address = str(listening.getsockname()[0])
         own = Host(None, socket.gethostname(), address, meeting.ranks, run=str(run.absolute()))
         told = {"job": job.hex(), "run": str(run), "ranks": world, "resumes": resumes, "leader": own.session}
-        linked = LinkedHosts(own, meeting.least, meeting.most, Path(folder), told, pump.end)
+        linked = LinkedHosts(own, meeting.least, meeting.most, folder, told, pump.end)
         services = {"host": linked.join, "store": store_service(store.port, pump, linked.is_open)}
         if memory is not None:
             services["files"] = files_service(memory)
@@ -143,14 +143,14 @@ def lead(
         try:
             _wait_for_hosts(linked, meeting, signals)
             around = {**environment, **surroundings(address, gate.port, meeting)}
-            members = member_environments(folder, own.numbers, world, store.port, around, nursery)
+            members = member_environments(str(folder), own.numbers, world, store.port, around, nursery)
             with LocalRanks(command, members, run / "log", nursery) as local:
                 linked.begin(local)
                 list(linked.start_new(-1))
                 events = run / "members.jsonl"
                 stop = StopRequest(signals, meeting.grace)
                 given = least, restarts, events, timeout, linked
-                code = Members(linked, store, Path(folder), *given).run(stop)
+                code = Members(linked, store, folder, *given).run(stop)
             return code
         except ShoalError as error:
             code, why = error.exit_code, str(error)

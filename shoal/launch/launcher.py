@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +26,7 @@ from shoal.launch.nursery import Nursery
 from shoal.launch.outcome import EXIT_STOPPED, Outcome, root_cause
 from shoal.launch.stopping import StopRequest, signals_noted
 from shoal.run import write_event
+from shoal.scratch import scratch_folder
 
 __all__ = [
     "END",
@@ -85,11 +85,9 @@ def launch(
     Raises:
         WorkerError: A rank failed; the error names the rank that failed first.
     """
-    with tempfile.TemporaryDirectory(prefix="shoal-") as folder, store_on_loopback() as store:
-        environments = rank_environments(folder, range(ranks), ranks, store.port, environment, nursery)
-        return _run(
-            command, environments, Path(folder), logs, nursery, units, grace, events=events
-        ).exit_code()
+    with scratch_folder() as folder, store_on_loopback() as store:
+        environments = rank_environments(str(folder), range(ranks), ranks, store.port, environment, nursery)
+        return _run(command, environments, folder, logs, nursery, units, grace, events=events).exit_code()
 
 
 def launch_on_node(
@@ -115,9 +113,11 @@ def launch_on_node(
         nursery: The Nursery that ranks are forked from; None to start a program for each.
         grace: Seconds from a signal until the system ends this process; None if it does not.
     """
-    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:
+    with scratch_folder() as folder:
         numbers = range(node.first_rank, node.first_rank + ranks)
-        environments = rank_environments(folder, numbers, node.ranks, node.master[1], environment, nursery)
+        environments = rank_environments(
+            str(folder), numbers, node.ranks, node.master[1], environment, nursery
+        )
         for each in environments.values():
             each.update(
                 GROUP_RANK=str(node.number), GROUP_WORLD_SIZE=str(node.nodes), MASTER_ADDR=node.master[0]
@@ -125,7 +125,7 @@ def launch_on_node(
             each.pop(TERMINAL, None)  # lines of several hosts are no place for a bar
             if not environment.get("GLOO_SOCKET_IFNAME"):
                 del each["GLOO_SOCKET_IFNAME"]  # loopback, which other machines do not reach
-        return _run(command, environments, Path(folder), logs, nursery, (), grace, node.name)
+        return _run(command, environments, folder, logs, nursery, (), grace, node.name)
 
 
 def _run(

@@ -1,34 +1,29 @@
 """Links: authenticated connections between the launchers of several hosts.
 
-Both ends prove that they know the token of the run, and do not send it:
-
-    who dials                             who listens
-          <------------------------------ nonce
-      nonce, HMAC("dials", nonces) ------>
-          <------------------------------ HMAC("listens", nonces)
-      messages <------------------------> messages
-
-A message is a JSON object after its length in bytes, 4 bytes, little-endian. What follows the handshake is
-neither signed nor encrypted: on a network that strangers share, use a tunnel (docs/guides/encrypt.md).
+Both ends prove that they know the token of the run, and do not send it (`shoal.listener.challenge`). Then
+both send messages. A message is a JSON object after its length in bytes, 4 bytes, little-endian. What follows
+the handshake is neither signed nor encrypted: on a network that strangers share, use a tunnel
+(docs/guides/encrypt.md).
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
-import secrets
 import socket
 import threading
 from collections.abc import Mapping
 from typing import Any, final
 
 from shoal.errors import CommunicationError
+from shoal.limits import json_of
+from shoal.listener import Handshake, again_if_reset, answer, challenge, converse, take
 
 __all__ = ["Link", "LinkBusyError", "LinkRefusedError", "dial", "welcome"]
 
-_NONCE = 32  # bytes
+_ENDS = b"dials", b"listens"
 _LARGEST = 1 << 26  # bytes of a message
+_LARGEST_FIRST = 1 << 12  # bytes of a link's first message
 _HANDSHAKE = 5.0  # seconds
 
 
@@ -72,19 +67,9 @@ class Link:
         Raises:
             OSError: The other end is gone, was silent for longer than the limit, or sends something else.
         """
-        length = int.from_bytes(self.take(4), "little")
-        if length > _LARGEST:
-            raise ConnectionAbortedError("a link carries something else than its messages")
-        try:
-            message = json.loads(self.take(length))
-        except ValueError:
-            message = None
-        if not isinstance(message, dict):
-            raise ConnectionAbortedError("a link carries something else than its messages")
-        return message
+        return _message_of(self._take(_length_of(self._take(4), _LARGEST)))
 
-    def take(self, size: int) -> bytearray:
-        """Receive so many bytes; errors as in `receive`."""
+    def _take(self, size: int) -> bytearray:
         taken = bytearray(size)
         rest = memoryview(taken)
         while rest:
@@ -113,49 +98,49 @@ def dial(address: tuple[str, int], token: bytes) -> Link:
         OSError: It cannot be reached.
         LinkRefusedError: It has another token.
     """
+    return again_if_reset(lambda: _dial(address, token))
+
+
+def _dial(address: tuple[str, int], token: bytes) -> Link:
     link = Link(socket.create_connection(address, timeout=_HANDSHAKE))
     try:
-        try:
-            theirs = link.take(_NONCE)
-        except TimeoutError as error:
-            raise LinkBusyError(f"{address[0]}:{address[1]} accepts no links yet") from error
-        own = secrets.token_bytes(_NONCE)
-        link.socket.sendall(own + _proof(token, b"dials", theirs, own))
-        try:
-            is_known = hmac.compare_digest(link.take(_NONCE), _proof(token, b"listens", theirs, own))
-        except ConnectionResetError:
-            is_known = False
-        if not is_known:
-            raise LinkRefusedError(f"{address[0]}:{address[1]} has another token than this host")
+        is_known = converse(link.socket, answer(token, _ENDS), _HANDSHAKE)
+    except TimeoutError as error:
+        link.close()
+        raise LinkBusyError(f"{address[0]}:{address[1]} accepts no links yet") from error
+    except ConnectionResetError as error:
+        link.close()
+        if error.errno is not None:
+            raise
+        is_known = False
     except BaseException:
         link.close()
         raise
-    link.limit(None)
+    if not is_known:
+        link.close()
+        raise LinkRefusedError(f"{address[0]}:{address[1]} has another token than this host")
     return link
 
 
-def welcome(connected: socket.socket, token: bytes) -> Link:
-    """Return the link of a connection that came in.
+def welcome(token: bytes) -> Handshake[dict[str, Any]]:
+    """Let who connects prove that it knows the token, and return its first message."""
+    yield from challenge(token, _ENDS)
+    length = _length_of((yield from take(4)), _LARGEST_FIRST)
+    return _message_of((yield from take(length)))
 
-    Raises:
-        OSError: The other end is gone, or silent.
-        LinkRefusedError: It has another token.
-    """
-    link = Link(connected)
+
+def _length_of(length: bytes | bytearray, largest: int) -> int:
+    number = int.from_bytes(length, "little")
+    if number > largest:
+        raise ConnectionAbortedError("a link carries something else than its messages")
+    return number
+
+
+def _message_of(text: bytes | bytearray) -> dict[str, Any]:
     try:
-        link.limit(_HANDSHAKE)
-        own = secrets.token_bytes(_NONCE)
-        connected.sendall(own)
-        theirs = link.take(_NONCE)
-        if not hmac.compare_digest(link.take(_NONCE), _proof(token, b"dials", own, theirs)):
-            raise LinkRefusedError("who connects has another token")
-        connected.sendall(_proof(token, b"listens", own, theirs))
-    except BaseException:
-        link.close()
-        raise
-    link.limit(None)
-    return link
-
-
-def _proof(token: bytes, who: bytes, of_listener: bytes | bytearray, of_dialer: bytes | bytearray) -> bytes:
-    return hmac.digest(token, who + bytes(of_listener) + bytes(of_dialer), "sha256")
+        message = json_of(text)
+    except ValueError:
+        message = None
+    if not isinstance(message, dict):
+        raise ConnectionAbortedError("a link carries something else than its messages")
+    return message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import selectors
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, final
 
-from shoal.errors import CommunicationError
+from shoal.errors import CommunicationError, ConfigError
 from shoal.launch.nursery import ForkedRank, Nursery
 from shoal.launch.output import NamedLines, RankLog, pass_on
 from shoal.launch.relay import Relay
@@ -201,14 +202,24 @@ def _start(
     if nursery is not None:
         assert is_module, "a nursery runs modules"
         return nursery.start(command[2], command[3:], environment, outputs)
-    with withheld_from_children() if is_module else contextlib.nullcontext():
-        return subprocess.Popen(
-            command,
-            env={**environment, LAUNCHER: str(os.getpid())},
-            stdout=outputs[0],
-            stderr=outputs[1],
-            start_new_session=True,
-        )
+    try:
+        with withheld_from_children() if is_module else contextlib.nullcontext():
+            return subprocess.Popen(
+                command,
+                env={**environment, LAUNCHER: str(os.getpid())},
+                stdout=outputs[0],
+                stderr=outputs[1],
+                start_new_session=True,
+            )
+    except OSError as error:
+        if error.errno != errno.E2BIG:
+            raise
+        size = sum(len(name) + len(value) + 2 for name, value in environment.items())
+        raise ConfigError(
+            f"the environment of a rank has {size} bytes, and the system starts no program with it",
+            possible="values of at most 128 KiB, and a quarter of the stack limit in all (ulimit -s)",
+            change="unset what the ranks do not need",
+        ) from error
 
 
 def _state_of(process: int) -> str:

@@ -19,10 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
+from shoal import limits
 from shoal.checkpoint import checkpoints, read_manifest
 from shoal.errors import CheckpointError
 from shoal.launch.gate import Service
 from shoal.launch.link import Link, dial
+from shoal.limits import open_regular, read_regular
 
 __all__ = ["MANIFEST", "Held", "Peer", "files_service", "held_in", "is_there"]
 
@@ -59,7 +61,7 @@ def _send(link: Link, folder: Path, name: str) -> None:
         link.send({"missing": f"{name!r} is no file of a checkpoint"})
         return
     try:
-        file = (folder / name).open("rb")
+        file = open_regular(folder / name)
     except OSError as error:
         link.send({"missing": f"{name}: {error.strerror}"})
         return
@@ -89,7 +91,7 @@ def held_in(folder: Path) -> dict[str, Held]:
     for path in checkpoints(folder):
         with contextlib.suppress(CheckpointError, OSError):
             manifest = read_manifest(path)
-            identity = hashlib.sha256((path / MANIFEST).read_bytes()).hexdigest()
+            identity = hashlib.sha256(read_regular(path / MANIFEST, limits.MANIFEST)).hexdigest()
             there = {name for name, record in manifest.files.items() if is_there(path / name, record.size)}
             files = tuple(sorted(there)), tuple(sorted(set(manifest.files) - there))
             found.setdefault(identity, Held(path.name, *files))

@@ -7,8 +7,9 @@ rank ended.
 
     launcher                     nursery                      rank
       fork ----------------------> waits
-      program, environment,
-      its ends of two pipes -----> fork ----------------------> runs MODULE as `python -m` does
+      program and environment in
+      a file in memory, its ends
+      of two pipes --------------> fork ----------------------> runs MODULE as `python -m` does
            <---------------------- process number
            <---------------------- exit code <-------------------- ends
 
@@ -43,7 +44,7 @@ from shoal.signals import withheld_from_children
 
 __all__ = ["ForkedRank", "Nursery", "connected", "has_accelerators", "open_nursery", "serve"]
 
-_MOST = 1 << 20  # bytes of a request, which is mostly the environment
+_MOST = 1 << 10  # bytes of a message
 _DEVICES = ("nvidiactl", "nvidia0", "kfd", "accel")  # files in /dev where there are accelerators
 
 
@@ -89,10 +90,7 @@ def open_nursery(module: str) -> Iterator[Nursery | None]:
 
 def connected() -> tuple[socket.socket, socket.socket]:
     """Return the two ends of what a launcher and its nursery talk over."""
-    here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    for end in (here, there):
-        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _MOST)
-    return here, there
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 @final
@@ -131,16 +129,18 @@ class Nursery:
             CommunicationError: The nursery has ended.
         """
         request = json.dumps([module, list(arguments), dict(environment), folder])
-        data = request.encode(errors="surrogateescape")
-        descriptors = array.array("i", outputs).tobytes()
-        with contextlib.suppress(OSError):  # it has ended
-            self._connection.sendmsg([data], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
-            while told := self._connection.recv(_MOST):
-                kind, number, code = json.loads(told)
-                if kind == "started":
-                    self._codes.pop(number, None)  # of an earlier process, whose number it has
-                    return ForkedRank(self, number)
-                self._codes[number] = code
+        with os.fdopen(os.memfd_create("shoal-request"), "wb") as file:  # larger than a message may be
+            file.write(request.encode(errors="surrogateescape"))
+            file.flush()
+            descriptors = array.array("i", [*outputs, file.fileno()]).tobytes()
+            with contextlib.suppress(OSError):  # it has ended
+                self._connection.sendmsg([b"start"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, descriptors)])
+                while told := self._connection.recv(_MOST):
+                    kind, number, code = json.loads(told)
+                    if kind == "started":
+                        self._codes.pop(number, None)  # of an earlier process, whose number it has
+                        return ForkedRank(self, number)
+                    self._codes[number] = code
         self._note_loss()
         raise CommunicationError(self.loss)
 
@@ -234,11 +234,12 @@ def _tell(connection: socket.socket, kind: str, pid: int, code: int = 0) -> None
 
 def _fork(connection: socket.socket, selector: selectors.BaseSelector) -> int:
     """Fork the rank of a request, and return its process id."""
-    request, ancillary, _, _ = connection.recvmsg(_MOST, socket.CMSG_SPACE(2 * array.array("i").itemsize))
-    if not request:
+    message, ancillary, _, _ = connection.recvmsg(_MOST, socket.CMSG_SPACE(3 * array.array("i").itemsize))
+    if not message:
         os._exit(0)
-    outputs = array.array("i")
-    outputs.frombytes(ancillary[0][2])
+    descriptors = array.array("i")
+    descriptors.frombytes(ancillary[0][2])
+    *outputs, request = descriptors
     pid = os.fork()
     if pid == 0:
         os.setsid()
@@ -248,8 +249,11 @@ def _fork(connection: socket.socket, selector: selectors.BaseSelector) -> int:
             os.dup2(descriptor, number)
         for descriptor in outputs:
             os.close(descriptor)
-        _run(*json.loads(request.decode(errors="surrogateescape")))
-    for descriptor in outputs:
+        with os.fdopen(request, "rb") as file:
+            file.seek(0)
+            text = file.read().decode(errors="surrogateescape")
+        _run(*json.loads(text))
+    for descriptor in descriptors:
         os.close(descriptor)
     return pid
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from torch import nn
 
 from shoal.errors import MissingExtraError, ModelError, UserError, nearest
 from shoal.models.classifier import Classifier, fill_head, is_classifier, is_head, read_classifier
-from shoal.models.model_folder import INDEX, ONE_FILE, damaged, require_sound_folder
+from shoal.models.model_folder import INDEX, ONE_FILE, damaged, files_of_index, require_sound_folder
 from shoal.models.stored_weights import StoredTensor, find_stored
 
 __all__ = ["can_read_in_parts", "classifier_of", "from_hugging_face"]
@@ -209,15 +208,13 @@ def _files_of(path: Path) -> dict[str, Path]:
     Raises:
         ModelError: The index or the file is damaged.
     """
-    index = path / INDEX
+    if (path / INDEX).is_file():
+        return files_of_index(path)
     try:
-        if index.is_file():
-            placed = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            return {name: path / file for name, file in placed.items()}
         with safe_open(path / ONE_FILE, framework="pt") as opened:
             return dict.fromkeys(opened.keys(), path / ONE_FILE)
-    except (OSError, ValueError, KeyError, AttributeError, SafetensorError) as error:
-        raise damaged(index if index.is_file() else path / ONE_FILE, error) from error
+    except (OSError, SafetensorError) as error:
+        raise damaged(path / ONE_FILE, error) from error
 
 
 def _shape_of(file: Path, name: str) -> tuple[int, ...]:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from shoal.errors import ModelError
+from shoal.limits import MANIFEST, is_inside, json_of, read_regular
 
-__all__ = ["INDEX", "ONE_FILE", "damaged", "require_sound_folder"]
+__all__ = ["INDEX", "ONE_FILE", "damaged", "files_of_index", "require_sound_folder"]
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _POINTER = b"version https://git-lfs.github.com"
@@ -28,18 +28,35 @@ def require_sound_folder(path: Path) -> None:
     if not path.is_dir():
         return
     if (path / INDEX).is_file():
-        placed = _json_of(path / INDEX).get("weight_map")
-        if not isinstance(placed, dict):
-            raise damaged(path / INDEX, "it has no table weight_map")
-        for file in sorted({path / str(name) for name in placed.values()}):
+        for file in sorted(set(files_of_index(path).values())):
             _require_file(file)
     elif (path / ONE_FILE).is_file():
         _require_file(path / ONE_FILE)
 
 
+def files_of_index(path: Path) -> dict[str, Path]:
+    """Return the file of each tensor that the index of a folder names, by the tensor's name.
+
+    Raises:
+        ModelError: The index is damaged, or names a file that is not in the folder. A file in it may be a
+            link, as in Hugging Face's cache.
+    """
+    placed = _json_of(path / INDEX).get("weight_map")
+    if not isinstance(placed, dict):
+        raise damaged(path / INDEX, "it has no table weight_map")
+    for name in placed.values():
+        if not is_inside(name):
+            raise ModelError(
+                f"{str(path / INDEX)!r} names the file of weights {name!r:.200}",
+                possible="names of files in the folder of the index",
+                change="do not use this folder, or read its index and correct it",
+            )
+    return {tensor: path / name for tensor, name in placed.items()}
+
+
 def _json_of(file: Path) -> dict[str, Any]:
     try:
-        content = json.loads(file.read_bytes())
+        content = json_of(read_regular(file, MANIFEST))  # an index of 100,000 tensors has 10 MB
     except (OSError, ValueError) as error:
         raise damaged(file, error) from error
     if not isinstance(content, dict):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from shoal.errors import RunError
-from shoal.limits import DESCRIPTION, json_of, read_limited
+from shoal.limits import DESCRIPTION, json_of, read_regular
 
 __all__ = ["OUTSIDE", "MeasuredMemory", "UnitMemory", "read_memory", "write_memory"]
 
@@ -92,7 +92,7 @@ def read_memory(paths: Iterable[Path]) -> list[MeasuredMemory]:
     found = []
     for path in paths:
         try:
-            found.append(MeasuredMemory.of(json_of(read_limited(path, DESCRIPTION))))
+            found.append(MeasuredMemory.of(json_of(read_regular(path, DESCRIPTION))))
         except (ValueError, TypeError, KeyError) as error:
             raise RunError(
                 f"{path} cannot be read: {error}",

@@ -11,9 +11,7 @@ All numbers are little-endian, as are the elements.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
-import secrets
 import socket
 import struct
 from collections.abc import Mapping, Sequence
@@ -23,16 +21,16 @@ import torch
 
 from shoal.errors import CommunicationError
 from shoal.limits import json_of
+from shoal.listener import Handshake, again_if_reset, answer, challenge, converse
 
-__all__ = ["Channel", "Head", "ServerError", "connect"]
+__all__ = ["Channel", "Head", "ServerError", "connect", "welcome"]
 
 Head = Mapping[str, Any]
 
 _LENGTHS = struct.Struct("<IQ")
 _LARGEST_HEAD = 1 << 24  # bytes
 _LARGEST_BODY = 1 << 38
-_NONCE = 32  # bytes of a random number, and of a proof
-_PATIENCE = 10.0  # seconds for the other end to prove that it knows the token
+_ENDS = b"worker", b"server"
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 
 
@@ -121,38 +119,6 @@ class Channel:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def require(self, token: str) -> bool:
-        """Return whether the other end proves that it knows the token; close the connection if not.
-
-        This end sends 32 random bytes; the other sends 32 of its own and its proof, and gets this end's. A
-        proof is HMAC-SHA256, under the token, of the end's name and all 64 bytes: the token is never sent.
-        """
-        try:
-            self.limit(_PATIENCE)
-            mine = secrets.token_bytes(_NONCE)
-            self._socket.sendall(mine)
-            theirs, proof = bytes(self._take(_NONCE)), bytes(self._take(_NONCE))
-            if hmac.compare_digest(proof, _proof(token, b"worker", mine + theirs)):
-                self._socket.sendall(_proof(token, b"server", mine + theirs))
-                self._socket.settimeout(None)
-                return True
-        except OSError:
-            pass
-        self.close()
-        return False
-
-    def prove(self, token: str) -> None:
-        """Do the other end's part of `require`.
-
-        Raises:
-            OSError: The other end is gone, or closed the connection because it has another token.
-            ServerError: The other end does not know the token.
-        """
-        theirs, mine = bytes(self._take(_NONCE)), secrets.token_bytes(_NONCE)
-        self._socket.sendall(mine + _proof(token, b"worker", theirs + mine))
-        if not hmac.compare_digest(bytes(self._take(_NONCE)), _proof(token, b"server", theirs + mine)):
-            raise ServerError("what listens at the address of a parameter server is none of this training")
-
     def _send_all(self, parts: list[memoryview]) -> None:
         while parts:
             sent = self._socket.sendmsg(parts[:64])
@@ -174,10 +140,6 @@ class Channel:
             memory = memory[received:]
 
 
-def _proof(token: str, end: bytes, both: bytes) -> bytes:
-    return hmac.digest(token.encode(), end + both, "sha256")
-
-
 def _memory_of(tensor: torch.Tensor) -> memoryview:
     array: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
     return memoryview(array)
@@ -189,18 +151,27 @@ def connect(address: tuple[str, int], token: str, timeout: float) -> Channel:
     Args:
         address: Its host and port.
         token: The word that all processes of a training know.
-        timeout: Seconds to wait for the connection.
+        timeout: Seconds to wait for the connection, and then for its proof.
 
     Raises:
         OSError: It cannot be reached, or has another token.
         ServerError: It does not know the token.
     """
+    return again_if_reset(lambda: _connect(address, token, timeout))
+
+
+def _connect(address: tuple[str, int], token: str, timeout: float) -> Channel:
     connected = socket.create_connection(address, timeout=timeout)
-    channel = Channel(connected)
     try:
-        channel.prove(token)
+        channel = Channel(connected)
+        if not converse(connected, answer(token.encode(), _ENDS), timeout):
+            raise ServerError("what listens at the address of a parameter server is none of this training")
     except BaseException:
-        channel.close()
+        connected.close()
         raise
-    connected.settimeout(None)
     return channel
+
+
+def welcome(token: str) -> Handshake[None]:
+    """Let a worker prove that it knows the token."""
+    return challenge(token.encode(), _ENDS)

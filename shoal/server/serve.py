@@ -28,10 +28,11 @@ from typing import Any, final
 
 import torch
 
+from shoal.listener import Listener, listen
 from shoal.plan import Compression
 from shoal.server.blueprint import Blueprint
 from shoal.server.board import Board
-from shoal.server.channel import Channel, ServerError, connect
+from shoal.server.channel import Channel, ServerError, connect, welcome
 from shoal.server.shard import Contribution, Shard
 from shoal.server.terms import Terms
 
@@ -67,7 +68,7 @@ class Server:
         self._index = index
         self._token = token
         self._record = record
-        self._listening = socket.create_server((host, port))
+        self._listening = listen(host, port)
         name = self._listening.getsockname()
         self.address: tuple[str, int] = (name[0], name[1])
         self._lock = threading.Lock()
@@ -78,6 +79,7 @@ class Server:
         self._next: tuple[str, int] | None = None
         self._copy: Channel | None = None
         self._copying = threading.Lock()
+        self._listener: Listener[None] | None = None
         self._channels: set[Channel] = set()
         self._is_over = threading.Event()
         self._last_heard = time.monotonic()
@@ -96,8 +98,7 @@ class Server:
         Raises:
             ServerError: All workers are gone before the end.
         """
-        accepting = threading.Thread(target=self._accept, daemon=True)
-        accepting.start()
+        self._listener = Listener(self._listening, lambda: welcome(self._token), self._admit)
         while not self._is_over.wait(1.0):
             with self._lock:
                 if self._channels:
@@ -114,26 +115,28 @@ class Server:
     def close(self) -> None:
         """End all connections."""
         self._is_over.set()
-        self._listening.close()
+        if self._listener is None:
+            self._listening.close()
+        else:
+            self._listener.close()
         with self._lock:
             for channel in self._channels:
                 channel.close()
             self._channels.clear()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connected, _ = self._listening.accept()
-            except OSError:
-                return  # closed
-            threading.Thread(target=self._serve, args=(Channel(connected),), daemon=True).start()
+    def _admit(self, connected: socket.socket, _: None) -> None:
+        channel = Channel(connected)
+        with self._lock:
+            self._channels.add(channel)
+        try:
+            threading.Thread(target=self._serve, args=(channel,), daemon=True).start()
+        except RuntimeError:  # no thread
+            with self._lock:
+                self._channels.discard(channel)
+            raise
 
     def _serve(self, channel: Channel) -> None:
         """Answer the messages of a connection until it ends."""
-        if not channel.require(self._token):
-            return
-        with self._lock:
-            self._channels.add(channel)
         worker: int | None = None  # whose worker the board hears through this connection
         try:
             while not self._is_over.is_set():

@@ -7,9 +7,6 @@ outlive the process that wrote them. Where there are several hosts, each keeps a
 from __future__ import annotations
 
 import math
-import os
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +16,7 @@ from typing import Any, final
 from shoal.checkpoint import Coordinator, Ended, RealFiles, Saver, SingleProcess, checkpoints
 from shoal.checkpoint.directory import delete
 from shoal.errors import CheckpointError
+from shoal.scratch import scratch_folder
 from shoal.train.host_memory import HostMemory
 from shoal.train.saves import has_room_for
 from shoal.train.trainer import Trainer
@@ -39,20 +37,13 @@ _KEPT = 16  # steps and saves whose median counts
 def memory_folder() -> Iterator[Path | None]:
     """Make a folder in this host's memory, and remove it after the context; None if there is no such memory.
 
-    Folders whose process is gone are removed too: it was killed.
+    Folders whose process was killed are removed too; see `shoal.scratch`.
     """
     if not _MEMORY.is_dir():
         yield None
         return
-    for left in _MEMORY.glob(f"{_PREFIX}*"):
-        owner = left.name.removeprefix(_PREFIX).partition("-")[0]
-        if owner.isdecimal() and not Path("/proc", owner).exists():
-            shutil.rmtree(left, ignore_errors=True)
-    folder = tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=_MEMORY)
-    try:
-        yield Path(folder)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with scratch_folder(_PREFIX, _MEMORY) as folder:
+        yield folder
 
 
 @final

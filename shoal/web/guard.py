@@ -111,7 +111,8 @@ class Guard:
 
 
 def _message(status: int, title: str, text: str) -> Response:
-    return HTMLResponse(message_page(title, text), status_code=status)
+    # It ends the connection: only who has the token keeps one.
+    return HTMLResponse(message_page(title, text), status_code=status, headers={"connection": "close"})
 
 
 def _with_headers(send: Send) -> Send:

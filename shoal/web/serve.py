@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
 import secrets
 import socket
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shoal.errors import ConfigError, MissingExtraError
+from shoal.listener import Listener, head_of_request, listen
 from shoal.web.folder import Folder
+
+if TYPE_CHECKING:
+    import uvicorn
 
 __all__ = ["is_loopback", "serve"]
 
@@ -62,12 +68,45 @@ def serve(
         log_level="warning",
         access_log=False,  # addresses hold the token
         server_header=False,
+        ws="none",
         timeout_graceful_shutdown=_LONGEST_GOODBYE,
-        limit_concurrency=256,
     )
     say(f"http://{shown}:{port}/?token={token}")
     with contextlib.closing(listener):
-        uvicorn.Server(config).run(sockets=[listener])
+        asyncio.run(_serve(uvicorn.Server(config), listener))
+
+
+async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:
+    """Let the server have connections that have asked for something: strangers that do not are kept out."""
+    config, loop = server.config, asyncio.get_running_loop()
+    config.load()
+
+    def protocol(head: bytes) -> asyncio.Protocol:
+        made = config.http_protocol_class(config=config, server_state=server.server_state, app_state={})  # type: ignore[call-arg]
+        return _Begun(made, head)
+
+    async def take(connected: socket.socket, head: bytes) -> None:
+        await loop.connect_accepted_socket(lambda: protocol(head), connected)
+
+    def admit(connected: socket.socket, head: bytes) -> None:
+        asyncio.run_coroutine_threadsafe(take(connected, head), loop)
+
+    with Listener(listener, head_of_request, admit):
+        await server.serve(sockets=[])
+
+
+class _Begun(asyncio.Protocol):
+    """A protocol whose connection has sent something already."""
+
+    def __init__(self, protocol: asyncio.Protocol, received: bytes) -> None:
+        self._protocol, self._received = protocol, received
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Hand the connection over, and what was received."""
+        assert isinstance(transport, asyncio.Transport)
+        transport.set_protocol(self._protocol)
+        self._protocol.connection_made(transport)
+        self._protocol.data_received(self._received)
 
 
 def is_loopback(host: str) -> bool:
@@ -79,17 +118,11 @@ def is_loopback(host: str) -> bool:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(128)
+        return listen(host, port)
     except (OSError, OverflowError) as error:
-        listener.close()
         raise ConfigError(
             f"it cannot listen on {host}:{port}: {error}",
             possible="an address of this machine and a free port; with port 0 the system chooses one",
             change="give another --host or --port",
         ) from error
-    return listener

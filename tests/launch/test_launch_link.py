@@ -18,6 +18,7 @@ from shoal.launch.launcher import store_on_loopback
 from shoal.launch.link import dial, welcome
 from shoal.launch.memory_files import files_service
 from shoal.launch.pump import Pump
+from shoal.listener import converse
 
 TOKEN = b"a token of some length"
 
@@ -79,8 +80,8 @@ def test_a_listener_that_does_not_know_the_token_is_found_out():
 
         def pretend():
             connected, _ = server.accept()
-            with pytest.raises(CommunicationError):
-                welcome(connected, b"a guessed token")
+            with connected, pytest.raises(ConnectionRefusedError):
+                converse(connected, welcome(b"a guessed token"), 120)
 
         thread = threading.Thread(target=pretend)
         thread.start()
@@ -104,6 +105,7 @@ def test_ranks_of_another_host_use_the_store_until_their_session_ends(gate):
             time.sleep(0.01)
         assert not _has(there, "key")
         with socket.create_connection(("127.0.0.1", door.port), timeout=120) as again:
+            again.sendall(b"x")
             assert not again.recv(1), "it is refused"
         door.close()
         pump.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -55,6 +56,39 @@ def test_a_missing_or_damaged_file_is_named(template, tmp_path, name, break_it, 
     break_it(next(folder.glob(f"{name}*")))
     with pytest.raises(ModelError, match=message):
         build(f"hf:{folder}", device=device)
+
+
+@pytest.mark.parametrize("place", ["../outside.safetensors", "{outside}", "a/../../x", "", 7])
+def test_an_index_names_files_of_its_folder_alone(template, tmp_path, place) -> None:
+    folder, outside = shutil.copytree(template, tmp_path / "model"), tmp_path / "outside.safetensors"
+    index = folder / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    name = min(content["weight_map"])
+    shutil.move(folder / content["weight_map"][name], outside)
+    placed = place.format(outside=outside) if isinstance(place, str) else place
+    index.write_text(json.dumps({**content, "weight_map": {**content["weight_map"], name: placed}}))
+    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json' names the file of weights"):
+        build(f"hf:{folder}", device="meta")
+
+
+def test_files_of_weights_may_be_links_as_in_a_cache(template, tmp_path) -> None:
+    folder = shutil.copytree(template, tmp_path / "model")
+    (tmp_path / "blobs").mkdir()
+    for file in folder.glob("*.safetensors"):
+        shutil.move(file, tmp_path / "blobs" / file.name)
+        file.symlink_to(Path("..", "blobs", file.name))
+    linked, plain = build(f"hf:{folder}").state_dict(), build(f"hf:{template}").state_dict()
+    assert all((linked[name] == plain[name]).all() for name in plain)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", FIRST])
+def test_a_named_pipe_in_a_folder_is_refused(template, tmp_path, name) -> None:
+    folder = shutil.copytree(template, tmp_path / "model")
+    file = next(folder.glob(f"{name}*"))
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(ModelError):
+        build(f"hf:{folder}", device="meta")
 
 
 @pytest.mark.parametrize("kind", ["llama", "of-its-own"])

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from shoal.server.channel import Channel, ServerError, connect
+from shoal.listener import Listener, listen
+from shoal.server.channel import Channel, ServerError, connect, welcome
 
 
 def meet(token: str, other: str) -> tuple[bool, str]:
     """Connect to a listener; return whether it took the connection, and how it ended for who connects."""
-    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor() as pool:
-        taken = pool.submit(lambda: Channel(listening.accept()[0]).require(token))
+    taken: list[None] = []
+    opened = listen("127.0.0.1", 0)
+    with Listener(opened, lambda: welcome(token), lambda _, none: taken.append(none)) as listener:
         try:
-            connect(listening.getsockname()[:2], other, timeout=120).close()
+            connect(("127.0.0.1", listener.port), other, timeout=120).close()
             told = ""
         except (OSError, ServerError) as error:
             told = type(error).__name__
-        return taken.result(), told
+    return bool(taken), told
 
 
 def test_only_who_knows_the_token_is_let_in() -> None:

@@ -9,10 +9,10 @@ import math
 import re
 import threading
 from collections.abc import Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import final
 
 from shoal.errors import ConfigError
+from shoal.listener import Handshake, Listener, head_of_request, listen
 from shoal.record.logger import Logger
 
 __all__ = ["PrometheusLogger", "parse_address"]
@@ -36,30 +36,8 @@ class PrometheusLogger(Logger):
         self._label = run.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
         self._values: dict[str, float] = {}
         self._lock = threading.Lock()
-        page = self._page
-
-        class Handler(BaseHTTPRequestHandler):
-            timeout = 10  # a client that sends nothing does not keep a thread
-
-            def do_GET(self) -> None:
-                is_known = self.path.partition("?")[0] == "/metrics"
-                body = page() if is_known else b"see /metrics\n"
-                self.send_response(200 if is_known else 404)
-                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: object) -> None:
-                """Say nothing: the run's output is for the run."""
-
-        self._server = ThreadingHTTPServer(address, Handler)
-        self._server.daemon_threads = True
-        self.port: int = self._server.server_address[1]
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, name="shoal prometheus", daemon=True
-        )
-        self._thread.start()
+        self._listener = Listener(listen(*address), self._answer, lambda asked, _: asked.close())
+        self.port: int = self._listener.port
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """See `Logger.log`."""
@@ -68,8 +46,24 @@ class PrometheusLogger(Logger):
 
     def close(self) -> None:
         """See `Logger.close`: the endpoint is gone afterwards."""
-        self._server.shutdown()
-        self._server.server_close()
+        self._listener.close()
+
+    def _answer(self) -> Handshake[None]:
+        """Answer a request; a client that sends or takes it slowly is sent away in time."""
+        method, _, rest = (yield from head_of_request()).partition(b" ")
+        path = rest.partition(b" ")[0].partition(b"?")[0]
+        status, body = "200 OK", b""
+        if method != b"GET":
+            status = "405 Method Not Allowed"
+        elif path != b"/metrics":
+            status, body = "404 Not Found", b"see /metrics\n"
+        else:
+            body = self._page()
+        head = (
+            f"HTTP/1.1 {status}\r\nContent-Type: text/plain; version=0.0.4; charset=utf-8\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        yield head.encode() + body
 
     def _page(self) -> bytes:
         with self._lock:
