@@ -15,13 +15,14 @@ from shoal.launch.follow import follow
 from shoal.launch.hosts import Meeting, lead, open_meeting
 from shoal.launch.kernel import process_age
 from shoal.launch.launcher import TERMINAL, launch, launch_on_node
-from shoal.launch.membership import PEER, Generation, Membership
+from shoal.launch.membership import PEER, Membership
 from shoal.launch.memory_files import MANIFEST, Held, Peer, held_in, is_there
 from shoal.launch.messages import NOW, PING, Here, Task, from_line, to_line
 from shoal.launch.node import Node
 from shoal.launch.nursery import Nursery, has_accelerators, open_nursery
 from shoal.launch.outcome import EXIT_AGAIN, EXIT_STOPPED, Outcome, root_cause
 from shoal.launch.output import RankLog, keep_output, pass_on
+from shoal.launch.roster import Generation
 from shoal.launch.stopping import SAVE, signals_noted, stops_early
 from shoal.launch.token import TOKEN_FILE, find_token, read_token
 from shoal.launch.worker import StopSignal, run_rank

@@ -64,6 +64,14 @@ class Causes:
 
     def hang_of(self, member: int) -> str:
         """Return a colon and why a member hangs; "" unless the ranks that waited for it have found out."""
-        files = sorted(self._folder.glob("verdict-*"), key=lambda path: path.stat().st_mtime)
-        verdict = HangVerdict.read(files[-1]) if files else None
+        verdict = self._newest_verdict()
         return f": {verdict.text}" if verdict is not None and verdict.ranks == (member,) else ""
+
+    def newest_hang(self) -> str:
+        """Return a colon and what ranks waited for last; "" if none has found out."""
+        verdict = self._newest_verdict()
+        return f": {verdict.text}" if verdict is not None else ""
+
+    def _newest_verdict(self) -> HangVerdict | None:
+        files = sorted(self._folder.glob("verdict-*"), key=lambda path: path.stat().st_mtime)
+        return HangVerdict.read(files[-1]) if files else None

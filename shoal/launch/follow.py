@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -213,10 +213,18 @@ class _Following:
             self._begin(told, folder, stack)
         elif told["do"] == "more":
             self._relay.shown()
+        elif told["do"] == "reach":
+            threading.Thread(
+                target=self._reach, args=[told["addresses"]], name="shoal-reach", daemon=True
+            ).start()
         elif self._ranks is not None and told["do"] == "signal":
             self._ranks.signal(int(told["number"]), [int(rank) for rank in told["ranks"]])
         elif self._ranks is not None and told["do"] == "start":
             self._start_again(self._ranks, int(told["rank"]), dict(told["changes"]), folder)
+
+    def _reach(self, addresses: Sequence[tuple[str, int]]) -> None:
+        """Tell which launchers of other hosts this host cannot reach."""
+        self._tell(apart=[[host, port] for host, port in addresses if not answers((host, port))])
 
     def _begin(self, told: Mapping[str, Any], folder: Path, stack: contextlib.ExitStack) -> None:
         numbers = range(*told["numbers"])

@@ -41,6 +41,7 @@ class Host:
         votes: Whether it was one of those that trained last.
         is_leaving: Whether it ends once its ranks have left.
         stopped: Those of its ranks whose processes are stopped.
+        apart: Addresses of launchers that it could not reach, when it was asked last.
         heard: Time of its last message.
     """
 
@@ -57,6 +58,7 @@ class Host:
     votes: bool = False
     is_leaving: bool = False
     stopped: list[int] = field(default_factory=list)
+    apart: list[tuple[str, int]] = field(default_factory=list)
     heard: float = field(default_factory=time.monotonic)
 
     def __str__(self) -> str:

@@ -8,6 +8,7 @@ Each other host has a launcher that keeps a link to this one. Over it go, one JS
       {"do": "start", "rank", "changes"}                {"stopped": [rank, ...]}
       {"do": "signal", "number", "ranks"}               {"leaves": true}
       {"do": "more"}                                    {"lines": [[rank, descriptor, text], ...]}
+      {"do": "reach", "addresses": [[host, port], ...]} {"apart": [[host, port], ...]}
       {"do": "lost", "why"}                             {"closes": why}               before it closes
       {"do": "end", "code", "why"}                      {"lines": [...], "last": true}        last of all
       {} every second                                   {} every second
@@ -176,9 +177,31 @@ class LinkedHosts:
         self.signal(signal.SIGTERM, host.numbers)
 
     def leave_out(self, host: Host, why: str) -> None:
-        """End another host; one that stands by takes its place."""
+        """End another host, and count its ranks as ended; one that stands by takes its place."""
         host.tell(do="end", code=1, why=why)
-        self._remove(host, is_dead=True)
+        self._lose(host, Gone(f"is left out: {why}", is_dead=True))
+
+    def ask_whom_they_reach(self) -> None:
+        """Ask the other hosts whether they reach each other; see `apart`."""
+        for host in self._others:
+            host.apart = []
+            others = [[each.address, each.port] for each in self._others if each is not host]
+            host.tell(do="reach", addresses=others)
+
+    def apart(self) -> tuple[Host, Host] | None:
+        """Return a host that cannot reach another one, and this one, as far as they have answered.
+
+        It is one of the hosts that reach the fewest others.
+        """
+        by_address = {(host.address, host.port): host for host in self._others}
+        pairs = [
+            (host, other)
+            for host in self._others
+            for address in host.apart
+            if (other := by_address.get(address)) is not None
+        ]
+        pairs += [(other, host) for host, other in pairs if (other, host) not in pairs]
+        return max(pairs, key=lambda pair: sum(host is pair[0] for host, _ in pairs), default=None)
 
     @property
     def has_quorum(self) -> bool:
@@ -297,6 +320,8 @@ class LinkedHosts:
             self._codes[int(rank)] = int(code)
         if "stopped" in told:
             host.stopped = [int(rank) for rank in told["stopped"]]
+        if "apart" in told:
+            host.apart = [(str(address), int(port)) for address, port in told["apart"]]
         if "leaves" in told:
             self.leave(host)
         if host.is_leaving and not self._running(host):

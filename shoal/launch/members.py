@@ -19,11 +19,14 @@ from torch.distributed.distributed_c10d import Store
 from shoal.errors import WorkerError
 from shoal.launch.causes import Causes
 from shoal.launch.drain import Request, Requests
+from shoal.launch.host import Host
 from shoal.launch.launcher import END, SETTLE, listen_for
 from shoal.launch.linked_hosts import LinkedHosts
 from shoal.launch.local_ranks import LocalRanks
-from shoal.launch.membership import AFTER, Roster
+from shoal.launch.lost_group import LostGroup
+from shoal.launch.membership import AFTER
 from shoal.launch.outcome import EXIT_STOPPED
+from shoal.launch.roster import Roster
 from shoal.launch.stopping import StopRequest
 from shoal.launch.survivors import Survivors
 from shoal.run import write_event
@@ -40,7 +43,6 @@ _COMES = 10.0  # seconds in which a rank that all others waited for before comes
 _COMES_LATE = 30.0  # and over a network: a connection that was cut for 15 s is used again after up to 26 s
 _SOON = 60.0  # seconds: a member that fails sooner after its start than this is left out the second time
 _WRONG_INPUT = 2  # exit code of a rank that was given what cannot work
-_MENDED = 5.0  # seconds in which the failure of a group shows its cause, such as a process that ends
 _GATHERED = 10.0  # seconds without a host or member that comes, after all had to stop
 _REQUESTS = 0.5  # seconds between two looks for requests
 
@@ -98,15 +100,15 @@ class Members:
         self._is_halted = False  # whether all had to stop, so that nothing is won by haste
         self._came = 0.0  # time at which a host or a member came last
         self._waits_since: float | None = None  # for hosts
-        self._failed_since: float | None = None  # a group, without a member that has ended
-        self._waited = 0  # members of the newest generation whose group has waited too long
+        self._lost = LostGroup(self._roster, self._causes, timeout, linked)
+        self._is_stuck = False  # whether no other group can go on
         self._asked: set[int] = set()  # members that were asked to leave
         self._requests = Requests(None if events is None else events.parent)
         self._looked = 0.0  # time of the last look for requests
 
     def run(self, stop: StopRequest) -> int:
         """Watch until the training has ended; return its exit code."""
-        while self._goes_on() and not stop.is_late:
+        while self._goes_on() and not (stop.is_late or self._is_stuck):
             self._processes.listen(_CALM if self._is_calm() else _LOOK)
             stop.pass_on(self._processes)
             if stop.signal is not None and self._signal is None:
@@ -169,7 +171,8 @@ class Members:
         here, starting = self._present, len(self._starting)
         self._survivors.announce(here, here, is_broken=self._is_broken, starting=starting)
         self._is_due = self._is_broken = self._is_halted = False
-        self._failed_since = self._absent_since = None
+        self._absent_since = None
+        self._lost.forget()
         if self._linked is not None:
             self._linked.train()
 
@@ -297,21 +300,37 @@ class Members:
         for request in self._requests.take():
             self._ask_to_leave(request)
         if self._is_due or self._processes.stopped() or not self._roster.is_told_broken():
-            self._failed_since = None
-            return
-        waited, hanging = self._roster.waited()
-        if self._failed_since is None or waited != self._waited:
-            self._failed_since, self._waited = now, waited
-        is_heard = self._linked is None or self._linked.is_heard
-        if now - self._failed_since > _MENDED and is_heard:
+            self._lost.forget()
+        elif self._lost.is_unexplained():
+            self._form_again()
+
+    def _form_again(self) -> None:
+        """Form another group after one that was lost, without those who cannot take part."""
+        if hanging := self._lost.hanging():
             for member in hanging:
                 self._give_up(member, f"did not come to the other ranks for {self._timeout:g} s")
-            if hanging or not self._restarts:
-                return
+        elif pair := self._lost.apart():
+            self._part(*pair)
+        elif why := self._lost.why_stuck(self._restarts):
+            self._end_with(self._present[0], why)
+        else:
             self._restarts -= 1
             self._is_due = self._is_broken = self._has_waited = True
             text = "shoal: the ranks have lost each other, and form a group again"
             print(text, file=sys.stderr, flush=True)
+
+    def _part(self, host: Host, other: Host) -> None:
+        """Leave out a host that cannot reach another one, if enough ranks are left."""
+        assert self._linked is not None, "there are hosts"
+        why = f"it and {other} cannot reach each other"
+        if len(self._present) - len(host.numbers) < self._least:
+            self._end_with(host.numbers[0], f"{why}, and at least {self._least} ranks have to train")
+        else:
+            self._linked.leave_out(host, why)
+
+    def _end_with(self, member: int, why: str) -> None:
+        self._failure, self._is_stuck = WorkerError(member, why), True
+        self._failure.host = "" if self._linked is None else self._linked.where(member)
 
     def _ask_to_leave(self, request: Request) -> None:
         """Ask a rank, or the ranks of a host, to leave, if enough others are there; note the answer."""

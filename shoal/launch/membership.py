@@ -29,8 +29,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
 from typing import NoReturn, final
 
 from torch._C._distributed_c10d import TCPStore
@@ -39,8 +38,21 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from shoal.errors import CommunicationError
 from shoal.launch.devices import reports_failures
 from shoal.launch.outcome import EXIT_AGAIN
+from shoal.launch.roster import (
+    NEWEST,
+    OVER,
+    PREFIX,
+    STARTS_AGAIN,
+    Generation,
+    broken_key,
+    generation_key,
+    here_key,
+    peer_key,
+    ready_key,
+    waited_key,
+)
 
-__all__ = ["Generation", "Membership", "Roster"]
+__all__ = ["AFTER", "MEMBER", "PEER", "Membership"]
 
 MEMBER = "SHOAL_MEMBER"
 """Environment variable: the number of a member. It is set where members may be lost and come."""
@@ -51,116 +63,12 @@ AFTER = "SHOAL_AFTER"
 PEER = "SHOAL_PEER"
 """Environment variable: address and port at which the launcher of this host serves files to others."""
 
-_PREFIX = "members"
-_NEWEST = "newest"
-_OVER = "over"
-_STARTS_AGAIN = "starts again"
-_DUMP = "exception_dump"  # what NCCL's watchdog sets if it fails; every later group that saw it would end
 _LOOK = 0.02  # seconds between two looks at the store of a member that waits
 _WATCH = 0.05  # seconds between two looks while it trains
 _STAND_BY = 0.1  # seconds between two looks while others train without it
 # A group that is formed without a member that is being started ends again once the member is there.
 _WORTH = 0.25  # part of a step for which the others wait for such a member,
 _WORTH_AT_MOST = 5.0  # and the most seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """The members that train together.
-
-    Attributes:
-        number: Its number, from 0.
-        members: The members, by rank.
-        since: For each member, the first generation that its process was announced for.
-        is_broken: Whether a member of the generation before was lost, so that its group cannot go on.
-        starting: Number of members that are being started, and will be in a later generation.
-    """
-
-    number: int
-    members: Sequence[int]
-    since: Sequence[int] = ()
-    is_broken: bool = False
-    starting: int = 0
-
-
-@final
-class Roster:
-    """The launcher's side: makes generations.
-
-    Args:
-        store: The store of the ranks.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self._all = store
-        self._store = PrefixStore(_PREFIX, store)
-        self._members: Sequence[int] = ()
-        self._since: dict[int, int] = {}
-        self._awaited: set[int] = (
-            set()
-        )  # members that have not come to the newest generation, as far as known
-        self.newest = -1
-
-    def announce(self, members: Sequence[int], *, is_broken: bool, starting: int = 0) -> None:
-        """Make a generation of these members."""
-        self.newest += 1
-        self._members, self._awaited = tuple(members), set(members)
-        since = [self._since.setdefault(member, self.newest) for member in members]
-        made = Generation(self.newest, self._members, since, is_broken, starting)
-        self._all.delete_key(_DUMP)
-        self._store.set(_generation(self.newest), json.dumps(asdict(made)))
-        self._store.set(_NEWEST, str(self.newest))
-
-    def end(self) -> None:
-        """Tell all members that no other generation will come: the training has failed."""
-        self._store.set(_OVER, "")
-
-    def expect(self, member: int) -> None:
-        """Forget that a member was ready: it is started again."""
-        self._since.pop(member, None)
-        self._store.delete_key(_ready(member))
-
-    def is_ready(self, member: int) -> bool:
-        """Whether a member that was started has come."""
-        return bool(self._store.check([_ready(member)]))
-
-    def absent(self) -> list[int]:
-        """Return the members of the newest generation that others wait for; empty if none has come yet."""
-        for member in [each for each in self._awaited if self._store.check([_here(self.newest, each)])]:
-            self._awaited.discard(member)
-        return sorted(self._awaited) if len(self._awaited) < len(self._members) else []
-
-    @property
-    def awaits(self) -> bool:
-        """Whether a member has not come to the newest generation, as far as known."""
-        return bool(self._awaited)
-
-    @property
-    def is_numbered_by_rank(self) -> bool:
-        """Whether each member's number is its rank."""
-        return list(self._members) == list(range(len(self._members)))
-
-    def is_told_broken(self) -> bool:
-        """Whether a member of the newest generation has told that its group has failed."""
-        return bool(self._store.check([_broken(self.newest)]))
-
-    def waited(self) -> tuple[int, list[int]]:
-        """Return how many members of the newest generation have waited too long, and for which others.
-
-        Members for which the fewer have waited are not named: they may wait too, since later.
-        """
-        waited = [each for each in self._members if self._store.check([_waited(self.newest, each)])]
-        others = [each for each in self._members if each not in waited]
-        return len(waited), others if len(others) <= len(waited) else []
-
-    def is_here(self, member: int) -> bool:
-        """Whether a member has left the generation before the newest, whose group is gone."""
-        return bool(self._store.check([_here(self.newest, member)]))
-
-    @property
-    def starts_again(self) -> bool:
-        """Whether members whose group is broken end, and must be started again."""
-        return bool(self._store.check([_STARTS_AGAIN]))
 
 
 @final
@@ -171,6 +79,7 @@ class Membership:
         member: The number of this process.
         generation: The generation that this process is in, once `next` was called.
         step_seconds: Seconds of its last step; 0 before there is one.
+        steps: Steps that are made, as far as it knows; -1 before there is one.
         starts_again: Whether this process ends if its generation is broken, since its group raises no errors.
 
     Args:
@@ -193,8 +102,9 @@ class Membership:
         self.member = member
         self.generation = Generation(after, ())
         self.step_seconds = 0.0
+        self.steps = -1
         self.starts_again = False
-        self._store = PrefixStore(_PREFIX, connect())
+        self._store = PrefixStore(PREFIX, connect())
         self._abort = abort
         self._failure = failure
         self._reported: int | None = None  # the generation whose failure the watch has reported
@@ -225,8 +135,8 @@ class Membership:
 
     def ready(self) -> None:
         """Tell the launcher that this process can train, and begin to watch."""
-        self._store.set(_peer(self.member), os.environ.get(PEER, ""))
-        self._store.set(_ready(self.member), "")
+        self._store.set(peer_key(self.member), os.environ.get(PEER, ""))
+        self._store.set(ready_key(self.member), "")
         self._thread.start()
 
     def next(
@@ -246,7 +156,7 @@ class Membership:
         """
         until = time.monotonic() + seconds
         waits_until = time.monotonic() + min(_WORTH * self.step_seconds, _WORTH_AT_MOST)
-        while time.monotonic() < until and not self._store.check([_OVER]):
+        while time.monotonic() < until and not self._store.check([OVER]):
             own = self.generation
             if self.member in own.members and own.number != self._entered and self._is_here(own):
                 self._entered = own.number
@@ -263,7 +173,7 @@ class Membership:
             if newest is not None and newest.number > own.number:
                 with self._lock:
                     self.generation, self._newer = newest, None
-                self._store.set(_here(newest.number, self.member), "")
+                self._store.set(here_key(newest.number, self.member), "")
                 until = time.monotonic() + seconds
                 continue
             time.sleep(_LOOK)
@@ -281,7 +191,7 @@ class Membership:
                 self.starts_again = False
                 raise CommunicationError("another rank was lost before the ranks connected")
         if self.starts_again:
-            self._store.set(_STARTS_AGAIN, "")
+            self._store.set(STARTS_AGAIN, "")
 
     def leave(self) -> None:
         """Note that this process has left its group, and that nothing of it is left."""
@@ -293,18 +203,18 @@ class Membership:
 
     def stand_by(self, is_asked_to_leave: Callable[[], bool]) -> None:
         """Return once there is a newer generation, or none will come, or this member is asked to leave."""
-        while not (self.is_due or is_asked_to_leave() or self._store.check([_OVER])):
+        while not (self.is_due or is_asked_to_leave() or self._store.check([OVER])):
             time.sleep(_STAND_BY)
 
     def peers(self) -> list[str]:
         """Return where the launchers of this generation's members serve files, if they do."""
-        told = [self._store.get(_peer(member)).decode() for member in self.generation.members]
+        told = [self._store.get(peer_key(member)).decode() for member in self.generation.members]
         return list(dict.fromkeys(filter(None, told)))
 
     def tell_broken(self) -> None:
-        """Tell the launcher that the group of this generation has failed."""
+        """Tell the launcher that the group of this generation has failed, after how many steps."""
         with contextlib.suppress(RuntimeError):  # the launcher is gone, and this process ends with it
-            self._store.set(_broken(self.generation.number), "")
+            self._store.compare_set(broken_key(self.generation.number), "", str(self.steps))
 
     def leads_next(self, seconds: float) -> bool:
         """Wait for the next generation, and return whether this member is the first of those that stay.
@@ -313,7 +223,7 @@ class Membership:
             seconds: Time to wait for it.
         """
         until = time.monotonic() + seconds
-        while self._newer is None and time.monotonic() < until and not self._store.check([_OVER]):
+        while self._newer is None and time.monotonic() < until and not self._store.check([OVER]):
             time.sleep(_LOOK)
         newer = self._newer
         if newer is None:
@@ -334,7 +244,7 @@ class Membership:
             while not self._is_closed.wait(_WATCH):
                 self._look_for_failure()
                 known = max(each.number for each in (self.generation, self._newer) if each is not None)
-                if not self._store.check([_generation(known + 1)]):
+                if not self._store.check([generation_key(known + 1)]):
                     continue
                 newest = self._newest()
                 with self._lock:
@@ -352,17 +262,17 @@ class Membership:
             return
         self._reported = number
         if failure == "TIMEOUT":
-            self._store.set(_waited(number, self.member), "")
+            self._store.set(waited_key(number, self.member), "")
         self.tell_broken()
 
     def _is_here(self, generation: Generation) -> bool:
-        return bool(self._store.check([_here(generation.number, member) for member in generation.members]))
+        return bool(self._store.check([here_key(generation.number, member) for member in generation.members]))
 
     def _newest(self) -> Generation | None:
-        if not self._store.check([_NEWEST]):
+        if not self._store.check([NEWEST]):
             return None
-        number = int(self._store.get(_NEWEST))
-        told = json.loads(self._store.get(_generation(number)))
+        number = int(self._store.get(NEWEST))
+        told = json.loads(self._store.get(generation_key(number)))
         members, since = tuple(told["members"]), tuple(told["since"])
         return Generation(number, members, since, bool(told["is_broken"]), int(told["starting"]))
 
@@ -373,27 +283,3 @@ def _end() -> NoReturn:
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
     os._exit(EXIT_AGAIN)
-
-
-def _generation(number: int) -> str:
-    return f"generation {number}"
-
-
-def _here(generation: int, member: int) -> str:
-    return f"{generation} has {member}"
-
-
-def _broken(generation: int) -> str:
-    return f"{generation} is broken"
-
-
-def _waited(generation: int, member: int) -> str:
-    return f"{generation} has waited in {member}"
-
-
-def _peer(member: int) -> str:
-    return f"peer of {member}"
-
-
-def _ready(member: int) -> str:
-    return f"ready {member}"

@@ -12,8 +12,8 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import final
 
-from shoal.launch.membership import Roster
 from shoal.launch.outcome import EXIT_AGAIN
+from shoal.launch.roster import Roster
 
 __all__ = ["Survivors"]
 

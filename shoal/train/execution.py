@@ -254,7 +254,7 @@ class Execution:
         self._saving.stepped(result.seconds)
         if self._in_memory is not None and self._membership is not None:
             self._in_memory.stepped(result.seconds)
-            self._membership.step_seconds = result.seconds
+            self._membership.step_seconds, self._membership.steps = result.seconds, result.step
         if not (self._is_savable or result.skipped):
             self._trainer.saved.require_savable()
             self._saving.prepare()

@@ -131,9 +131,10 @@ def test_files_of_checkpoints_are_sent_and_no_others(gate, tmp_path):
 
 def test_the_token_is_made_once_and_must_be_its_owners_alone(tmp_path):
     given = {"SHOAL_TOKEN_FILE": str(tmp_path / "of us" / "token")}
+    path = find_token(given, makes=False)
     with pytest.raises(ConfigError, match="cannot be read"):
-        find_token(given, makes=False)
-    path = find_token(given, makes=True)
+        read_token(path)
+    assert find_token(given, makes=True) == path
     assert find_token(given, makes=True) == path == find_token(given, makes=False)
     assert len(read_token(path)) == 64
     assert path.stat().st_mode & 0o777 == 0o600

@@ -11,7 +11,8 @@ from torch._C._distributed_c10d import HashStore
 
 from shoal.errors import CommunicationError
 from shoal.launch import membership as module
-from shoal.launch.membership import Membership, Roster
+from shoal.launch.membership import Membership
+from shoal.launch.roster import Roster
 
 
 def members_of(store, count, after=-1, abort=lambda: None):

@@ -10,7 +10,8 @@ from torch._C._distributed_c10d import HashStore
 
 from shoal.launch import EXIT_AGAIN
 from shoal.launch.elastic import member_environments
-from shoal.launch.membership import Membership, Roster
+from shoal.launch.membership import Membership
+from shoal.launch.roster import Roster
 from shoal.launch.survivors import Survivors
 
 ABRT, KILL = -signal.SIGABRT, -signal.SIGKILL
