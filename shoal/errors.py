@@ -179,7 +179,7 @@ class WorkerError(ShoalError):
     """A rank failed, and the run with it.
 
     Args:
-        rank: The rank that failed first.
+        rank: The rank that failed first; -1 if none did, and the ranks have lost each other.
         reason: Its error, in one line.
         detail: Other facts, such as its traceback.
         exit_code: Exit code for the process that reports this.
@@ -197,6 +197,8 @@ class WorkerError(ShoalError):
         self.host = ""
 
     def __str__(self) -> str:
+        if self.rank < 0:
+            return self.reason
         where = f" on {self.host}" if self.host else ""
         return f"rank {self.rank} failed{where}: {self.reason}"
 

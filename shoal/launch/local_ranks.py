@@ -123,11 +123,16 @@ class LocalRanks:
     def stopped(self) -> list[int]:
         """Return the ranks whose processes are stopped, such as by SIGSTOP or a debugger (Linux).
 
+        Those do not count whose stacks another rank reads with a debugger, to find out why ranks wait.
         It looks at most four times a second.
         """
         if (now := time.monotonic()) >= self._looks_again:
             self._looks_again = now + _STATES
-            self._stopped = [rank for rank in self.running() if _state_of(self._processes[rank].pid) in "Tt"]
+            own = {process.pid for process in self._processes.values()}
+            stopped = [rank for rank in self.running() if _state_of(self._processes[rank].pid) in "Tt"]
+            self._stopped = [
+                rank for rank in stopped if _session_of_tracer(self._processes[rank].pid) not in own
+            ]
         return [rank for rank in self._stopped if self._processes[rank].poll() is None]
 
     @property
@@ -220,6 +225,15 @@ def _start(
             possible="values of at most 128 KiB, and a quarter of the stack limit in all (ulimit -s)",
             change="unset what the ranks do not need",
         ) from error
+
+
+def _session_of_tracer(process: int) -> int:
+    """Return the session of the debugger that a process is attached to; 0 if there is none."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        status = Path(f"/proc/{process}/status").read_text(encoding="utf-8", errors="replace")
+        tracer = int(status.partition("TracerPid:")[2].split()[0])
+        return os.getsid(tracer) if tracer else 0
+    return 0
 
 
 def _state_of(process: int) -> str:

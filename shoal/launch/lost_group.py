@@ -63,10 +63,12 @@ class LostGroup:
         before, self._steps = self._steps, self._roster.steps_when_broken()
         if self._steps > before and restarts:
             return ""
-        after = f" after step {self._steps}" if self._steps > 0 else " before the first step"
-        again = "again, without a step in between" if self._steps <= before else "and no restart is left"
-        hang = self._causes.newest_hang()
+        when = f"after step {self._steps}" if self._steps > 0 else "before the first step"
+        if self._steps <= before:
+            lost = f"twice {when}, without a step between"
+        else:
+            lost = f"{when}, and no restart is left"
         return (
-            f"the ranks have lost each other{after}, {again}. A rank waits at most timeout={self._timeout:g} "
-            f"s in a collective: give a larger one if the network is slow{hang}"
+            f"the ranks have lost each other {lost}. A rank waits at most timeout={self._timeout:g} s in a "
+            f"collective: give a larger one if the network is slow{self._causes.newest_hang()}"
         )

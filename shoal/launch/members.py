@@ -312,7 +312,7 @@ class Members:
         elif pair := self._lost.apart():
             self._part(*pair)
         elif why := self._lost.why_stuck(self._restarts):
-            self._end_with(self._present[0], why)
+            self._end_with(why)
         else:
             self._restarts -= 1
             self._is_due = self._is_broken = self._has_waited = True
@@ -324,13 +324,12 @@ class Members:
         assert self._linked is not None, "there are hosts"
         why = f"it and {other} cannot reach each other"
         if len(self._present) - len(host.numbers) < self._least:
-            self._end_with(host.numbers[0], f"{why}, and at least {self._least} ranks have to train")
+            self._end_with(f"{host}: {why}, and at least {self._least} ranks have to train")
         else:
             self._linked.leave_out(host, why)
 
-    def _end_with(self, member: int, why: str) -> None:
-        self._failure, self._is_stuck = WorkerError(member, why), True
-        self._failure.host = "" if self._linked is None else self._linked.where(member)
+    def _end_with(self, why: str) -> None:
+        self._failure, self._is_stuck = WorkerError(-1, why), True
 
     def _ask_to_leave(self, request: Request) -> None:
         """Ask a rank, or the ranks of a host, to leave, if enough others are there; note the answer."""
@@ -363,6 +362,8 @@ class Members:
         self._stopped_since = {member: self._stopped_since.get(member, now) for member in stopped}
         if late := self._survivors.late():
             self._processes.signal(signal.SIGKILL, late)
+        if self._linked is not None and not self._linked.is_heard:
+            self._stopped_since = {}  # what a host has told may be late
         for member, since in self._stopped_since.items():
             if now - since > _STOPPED:
                 self._give_up(member, f"was stopped for {_STOPPED:g} s (by SIGSTOP, Ctrl-Z or a debugger)")

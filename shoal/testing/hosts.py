@@ -138,6 +138,11 @@ class Hosts:
         """Mend a cable that was cut."""
         _run_in(self.switch, f"ip link set port{index} up".split())
 
+    def part(self, one: int, other: int) -> None:
+        """Lose all that two hosts send to each other; both still reach the others."""
+        for host, address in ((one, self.addresses[other]), (other, self.addresses[one])):
+            _run_in(self.process(host), f"ip route add blackhole {address}/32".split())
+
     def mute(self, index: int) -> None:
         """Lose all that a host sends from now on; it still receives."""
         _run_in(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from launch_stand_ins import Program, shoal, shoal_here, steps_made
 
 from shoal.checkpoint import SingleProcess, checkpoints, step_of, verify
 from shoal.launch import EXIT_STOPPED
+from shoal.launch.local_ranks import LocalRanks, _state_of
 from shoal.run import Run
 
 ENDLESS = ("--set", "steps=1000000", "--set", "validation.every=0", "--set", "checkpoint.every=0")
@@ -212,3 +214,34 @@ def test_one_rank_is_stopped_like_several(tmp_path, tiny_run):
         assert step_of(checkpoints(run.checkpoints)[0]) == run.metrics()[-1]["step"]
     finally:
         program.kill()
+
+
+TRACED = """
+import ctypes, os, sys, time
+from pathlib import Path
+own = Path(sys.argv[1]) / os.environ["RANK"]
+own.write_text(str(os.getpid()))
+if os.environ["RANK"] == "1":
+    first = own.with_name("0")
+    while not (first.exists() and first.read_text()):
+        time.sleep(0.01)
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.ptrace(16, int(first.read_text()), 0, 0) == 0, os.strerror(ctypes.get_errno())
+    os.waitpid(int(first.read_text()), 0x40000000)
+    own.with_name("attached").touch()
+time.sleep(300)
+"""
+
+
+def test_a_rank_whose_stack_another_one_reads_is_not_stopped(tmp_path):
+    command = [sys.executable, "-c", TRACED, str(tmp_path)]
+    environments = {rank: {**os.environ, "RANK": str(rank)} for rank in range(2)}
+    with LocalRanks(command, environments, None) as processes:
+        while not (tmp_path / "attached").exists():
+            processes.listen(0.05)
+            assert processes.running() == [0, 1]
+        assert _state_of(int((tmp_path / "0").read_text())) == "t"
+        assert processes.stopped() == []
+        os.kill(int((tmp_path / "1").read_text()), signal.SIGSTOP)
+        while processes.stopped() != [1]:
+            processes.listen(0.05)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 
 import pytest
@@ -61,7 +62,9 @@ def test_a_store_that_less_than_half_of_the_hosts_can_reach_lets_nobody_train(
     with Hosts(3) as network, Cluster(programs, tmp_path, tiny_run, "1:3", *WORDS) as cluster:
         first = start(cluster, network, 0)
         first.wait_for("this host leads")
-        others = [start(cluster, network, 1, fault="wait", who="1"), start(cluster, network, 2)]
+        others = [start(cluster, network, 1, fault="wait", who="1")]
+        first.wait_for("2 of 3 hosts")
+        others.append(start(cluster, network, 2))
         cluster.wait_for("faulty")
         network.cut(0)
         cluster.go()
@@ -120,3 +123,44 @@ def test_a_host_that_hears_but_is_not_heard_is_lost(programs, tmp_path, tiny_run
         other.wait_for(ENDED)
         assert first.end() == 0, cluster.told
         require_equal(cluster, unbroken)
+
+
+@pytest.mark.parametrize("when", ["before they train", "while they train"])
+def test_of_two_hosts_that_cannot_reach_each_other_one_is_left_out(
+    programs, tmp_path, tiny_run, unbroken, when
+):
+    words = [*WORDS, "--set", "timeout=10"]
+    with Hosts(3) as network, Cluster(programs, tmp_path, tiny_run, "2:3", *words) as cluster:
+        if when == "before they train":
+            network.part(1, 2)
+        first = start(cluster, network, 0)
+        first.wait_for("this host leads")
+        others = [start(cluster, network, 1, fault="wait", who="1")]
+        first.wait_for("2 of 3 hosts")
+        others.append(start(cluster, network, 2))
+        if when == "while they train":
+            cluster.wait_for("faulty")
+            network.part(1, 2)
+        cluster.go()
+        assert first.end() == 0, cluster.told
+        assert sorted(other.end() for other in others) == [0, 1], cluster.told
+        assert re.search(r"host 10\.77\.0\.[23].* is left out: it and host 10\.77\.0\.[23]", first.told)
+        left = next(other for other in others if other.end() == 1)
+        assert "cannot reach each other" in left.told
+        require_equal(cluster, unbroken)
+
+
+def test_a_link_that_is_too_slow_for_the_timeout_ends_the_run_with_the_cause(programs, tmp_path, tiny_run):
+    with Hosts(2) as network, Cluster(programs, tmp_path, tiny_run, "2", "--set", "timeout=3") as cluster:
+        first = start(cluster, network, 0)
+        first.wait_for("this host leads")
+        other = start(cluster, network, 1, fault="wait", who="1")
+        cluster.wait_for("faulty")
+        network.limit(1, 1e5)
+        cluster.go()
+        assert first.end() == 1, cluster.told
+        assert other.end() == 1
+        assert first.told.count("lost each other, and form a group again") == 1
+        last = first.told.split("shoal: ")[-1]
+        assert re.match(r"the ranks have lost each other twice after step \d+, without a step between", last)
+        assert "waits at most timeout=3 s in a collective" in last
