@@ -219,13 +219,14 @@ def test_one_rank_is_stopped_like_several(tmp_path, tiny_run):
 TRACED = """
 import ctypes, os, sys, time
 from pathlib import Path
+libc = ctypes.CDLL(None, use_errno=True)
+libc.prctl(0x59616D61, ctypes.c_ulong(-1))  # any process may attach to this one
 own = Path(sys.argv[1]) / os.environ["RANK"]
 own.write_text(str(os.getpid()))
 if os.environ["RANK"] == "1":
     first = own.with_name("0")
     while not (first.exists() and first.read_text()):
         time.sleep(0.01)
-    libc = ctypes.CDLL(None, use_errno=True)
     assert libc.ptrace(16, int(first.read_text()), 0, 0) == 0, os.strerror(ctypes.get_errno())
     os.waitpid(int(first.read_text()), 0x40000000)
     own.with_name("attached").touch()
