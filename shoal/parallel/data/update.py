@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import nn
 
+from shoal.errors import CommunicationError
 from shoal.parallel.access import between_graphs, watch, watch_calls
 from shoal.parallel.data.block_order import in_backward
 from shoal.parallel.data.bucket import Bucket
@@ -168,7 +169,9 @@ class WeightUpdate:
         if in_backward():
             return
         self._forwards -= 1
-        self._finish()  # weights that this forward did not use
+        # Without an output the forward has raised, most often since a group is lost: one error is enough.
+        with suppress(*([CommunicationError] if output is None else [])):
+            self._finish()  # weights that this forward did not use
         self._is_used = True
 
     def _is_forward_open(self) -> bool:
