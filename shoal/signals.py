@@ -21,9 +21,9 @@ __all__ = [
     "ANSWERED",
     "STOPS",
     "EarlyEnd",
+    "end_early",
     "obey_parent_alone",
     "stopped_early",
-    "stops_early",
     "take_signals",
     "withheld_from_children",
     "withhold_signals",
@@ -82,13 +82,13 @@ def stopped_early(name: str) -> str:
 
 @final
 class EarlyEnd:
-    """Ends this program at a signal, until ranks have begun.
+    """Ends this program at a signal, until ranks have begun, and does nothing after that.
 
     Args:
         code: Exit code.
 
     Attributes:
-        has_begun: Whether ranks have begun.
+        has_begun: Whether ranks have begun, or the end has.
     """
 
     def __init__(self, code: int) -> None:
@@ -98,24 +98,17 @@ class EarlyEnd:
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Say that no step is lost, and leave the program."""
         if not self.has_begun:
+            self.has_begun = True  # the same signal may come again, from a launcher that passes it on
             print(stopped_early(signal.Signals(number).name), file=sys.stderr, flush=True)
             raise SystemExit(self._code)
 
 
-@contextlib.contextmanager
-def stops_early(code: int) -> Iterator[None]:
-    """Within this context, a signal ends this program with an exit code, until others take the signals.
+def end_early(code: int) -> None:
+    """Let a signal end this program with an exit code, until others take the signals.
 
-    A launcher takes them once it starts ranks, and sets `EarlyEnd.has_begun`; a rank takes them for good.
+    A launcher takes them while there are ranks, and sets `EarlyEnd.has_begun`; a rank takes them for good.
     """
     end = EarlyEnd(code)
-    before = {number: signal.getsignal(number) for number in STOPS}
-    taken = [number for number in STOPS if before[number] != signal.SIG_IGN]
-    for number in taken:
-        signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number in taken:
-            if signal.getsignal(number) is end:  # else a rank of this process has its own
-                signal.signal(number, before[number])
+    for number in STOPS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, end)

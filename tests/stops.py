@@ -1,7 +1,7 @@
 """Sends each signal to a small training in each phase, and keeps what became of it: `python tests/stops.py`.
 
 Each cell starts `shoal train` on two ranks in one of four ways, waits for a phase, sends a signal to the
-launcher, to its process group, or to every process of the run at once, and waits until all processes have ended.
+launcher, to its process group, or to every process of the run, and waits until all processes have ended.
 Lines are written to docs/reference/signals.jsonl, from which docs/generate.py makes the table of a page.
 """
 
@@ -97,7 +97,6 @@ def become_of(launcher: str, phase: str, target: str, name: str) -> dict[str, An
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(20000 + os.getpid() % 9000),
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "compiled"),
-            "TORCHELASTIC_SIGNALS_TO_HANDLE": ",".join(SIGNALS),  # torchrun does not heed SIGUSR1 by itself
         }
         with (folder / "out").open("w") as out:
             process = subprocess.Popen(
@@ -154,6 +153,7 @@ def command(launcher: str, phase: str) -> list[str]:
     if launcher == "srun":
         return [sys.executable, "-c", SRUN, *train]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+    torchrun += ["--signals-to-handle", ",".join(SIGNALS)]  # by itself it does not heed SIGUSR1
     return [*torchrun, "--master-port", str(20000 + os.getpid() % 9000), "--", *train]
 
 

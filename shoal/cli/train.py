@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from shoal.cli.local import nursery_for, positive_seconds
 from shoal.cli.nodes import add_arguments, run_on_hosts
 from shoal.errors import ConfigError, PlanError, RunError, WorkerError
-from shoal.signals import stops_early
+from shoal.signals import end_early
 from shoal.submit import EXIT_STOPPED
 from shoal.values import encode
 
@@ -121,16 +121,17 @@ def run(args: argparse.Namespace) -> int:
         UserError: Something given cannot work; nothing was started.
         WorkerError: A rank failed.
     """
-    with stops_early(EXIT_STOPPED):
-        from shoal.launch import find_world, process_age
+    if args.is_program:  # before torch is imported, which takes seconds
+        end_early(EXIT_STOPPED)
+    from shoal.launch import find_world, process_age
 
-        # Where another program runs this one, its age says nothing.
-        args.launched = time.time() - (process_age() if _is_program() else 0.0)
-        world = None if args.nodes is not None else find_world()  # srun may have started it once on each host
-        if world is not None:
-            return _as_rank(world, lambda: _checked_job(args, world.ranks), args.grace)
-        with nursery_for(args, "shoal.train") as nursery:
-            return (_on_this_machine if args.nodes is None else _on_hosts)(args, nursery)
+    # Where another program runs this one, its age says nothing.
+    args.launched = time.time() - (process_age() if _is_program() else 0.0)
+    world = None if args.nodes is not None else find_world()  # srun may have started it once on each host
+    if world is not None:
+        return _as_rank(world, lambda: _checked_job(args, world.ranks), args.grace)
+    with nursery_for(args, "shoal.train") as nursery:
+        return (_on_this_machine if args.nodes is None else _on_hosts)(args, nursery)
 
 
 def _on_hosts(args: argparse.Namespace, nursery: Nursery | None) -> int:
