@@ -97,6 +97,7 @@ def _part(name: str) -> str:
         "presets": _presets,
         "runs of the tests": _test_runs,
         "schedules compared": _schedules,
+        "signals": _signals,
         "slowest of many": lambda: _table(*slowest_rows()),
         "the zoo": _zoo,
         "what a rank sends": _sent,
@@ -257,6 +258,19 @@ def _test_runs() -> str:
         minutes = f"{line['seconds'] / 60:.1f}"
         rows.append([line["date"], f"`{line['commit']}`", where, str(line["busy"]), minutes, found])
     return _table(["date, UTC", "commit", "machine", "busy processes beside it", "minutes", "result"], rows)
+
+
+def _signals() -> str:
+    """What became of a training that got a signal: the lines that tests/stops.py keeps."""
+    file = ROOT / "docs" / "reference" / "signals.jsonl"
+    found: dict[tuple[str, str, str], dict[str, str]] = {}
+    for line in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+        saved = f"step {line['saved']} of {line['made']}" if line["made"] else "no step made"
+        text = f"{line['code']}, {saved}, {line['seconds']:.1f} s" + ("" if line["right"] else " **wrong**")
+        found.setdefault((line["launcher"], line["phase"], line["target"]), {})[line["signal"]] = text
+    names = list(dict.fromkeys(name for cells in found.values() for name in cells))
+    rows = [[f"`{launcher}`", *place, *map(cells.get, names)] for (launcher, *place), cells in found.items()]
+    return _table(["launcher", "phase", "sent to", *names], [[each or "" for each in row] for row in rows])
 
 
 def _zoo() -> str:

@@ -11,13 +11,19 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
+from types import FrameType
+from typing import final
 
 __all__ = [
     "ANSWERED",
     "STOPS",
+    "EarlyEnd",
+    "end_early",
     "obey_parent_alone",
+    "stopped_early",
     "take_signals",
     "withheld_from_children",
     "withhold_signals",
@@ -67,3 +73,42 @@ def obey_parent_alone() -> None:
 
     parent = os.getppid()
     threading.Thread(target=wait, name="shoal-parent", daemon=True).start()
+
+
+def stopped_early(name: str) -> str:
+    """Return what is told where a signal of this name ends a training that has made no step."""
+    return f"shoal: stopped by {name} before the first step: no step is lost"
+
+
+@final
+class EarlyEnd:
+    """Ends this program at a signal, until ranks have begun, and does nothing after that.
+
+    Args:
+        code: Exit code.
+
+    Attributes:
+        has_begun: Whether ranks have begun, or the end has.
+    """
+
+    def __init__(self, code: int) -> None:
+        self._code = code
+        self.has_begun = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Say that no step is lost, and leave the program."""
+        if not self.has_begun:
+            self.has_begun = True  # the same signal may come again, from a launcher that passes it on
+            print(stopped_early(signal.Signals(number).name), file=sys.stderr, flush=True)
+            raise SystemExit(self._code)
+
+
+def end_early(code: int) -> None:
+    """Let a signal end this program with an exit code, until others take the signals.
+
+    A launcher takes them while there are ranks, and sets `EarlyEnd.has_begun`; a rank takes them for good.
+    """
+    end = EarlyEnd(code)
+    for number in STOPS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, end)

@@ -15,6 +15,8 @@ from shoal.cli.local import nursery_for, positive_seconds
 from shoal.cli.nodes import add_arguments, run_on_hosts
 from shoal.errors import ConfigError, PlanError, RunError, WorkerError
 from shoal.scratch import scratch_folder
+from shoal.signals import end_early
+from shoal.submit import EXIT_STOPPED
 from shoal.values import encode
 
 if TYPE_CHECKING:
@@ -32,7 +34,7 @@ with one local rank for each core. Under torchrun, srun or accelerate, it runs a
 started.
 Two dashes end torchrun's own options: torchrun --nproc-per-node 8 --no-python -- shoal train --run DIR
 
-SIGTERM, SIGUSR1 and Ctrl-C end the run after its step, and save; a second Ctrl-C ends it at once.
+SIGTERM, SIGUSR1, SIGHUP and Ctrl-C end the run after its step, and save; a second Ctrl-C ends it at once.
 Exit codes: 0 all steps done; 1 a rank failed; 2 wrong input; 75 stopped by a signal after the state was saved
 (continue with --resume); 130 stopped before the state was saved.
 """
@@ -119,16 +121,17 @@ def run(args: argparse.Namespace) -> int:
         UserError: Something given cannot work; nothing was started.
         WorkerError: A rank failed.
     """
-    from shoal.launch import find_world, process_age, stops_early
+    if args.is_program:  # before torch is imported, which takes seconds
+        end_early(EXIT_STOPPED)
+    from shoal.launch import find_world, process_age
 
     # Where another program runs this one, its age says nothing.
     args.launched = time.time() - (process_age() if _is_program() else 0.0)
-    with stops_early():
-        world = None if args.nodes is not None else find_world()  # srun may have started it once on each host
-        if world is not None:
-            return _as_rank(world, lambda: _checked_job(args, world.ranks), args.grace)
-        with nursery_for(args, "shoal.train") as nursery:
-            return (_on_this_machine if args.nodes is None else _on_hosts)(args, nursery)
+    world = None if args.nodes is not None else find_world()  # srun may have started it once on each host
+    if world is not None:
+        return _as_rank(world, lambda: _checked_job(args, world.ranks), args.grace)
+    with nursery_for(args, "shoal.train") as nursery:
+        return (_on_this_machine if args.nodes is None else _on_hosts)(args, nursery)
 
 
 def _on_hosts(args: argparse.Namespace, nursery: Nursery | None) -> int:
@@ -211,7 +214,7 @@ def _require_elastic(job: Job, elasticity: Elasticity) -> None:
 
 def _as_rank(world: World, choose: Callable[[], Job], grace: float | None) -> int:
     """Train as one rank; `run_rank` prints its error, and rank 0 then prints how to resume."""
-    from shoal.launch import EXIT_STOPPED, run_rank
+    from shoal.launch import run_rank
     from shoal.train import execute
 
     chosen: list[Job] = []

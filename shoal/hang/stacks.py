@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+from shoal.signals import withheld_from_children
+
 __all__ = ["Frame", "frame_of", "is_in_collective", "native_stacks", "read_stacks"]
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)[^(]*\(most recent call first\):")
@@ -81,15 +83,16 @@ def native_stacks(pid: int, seconds: float) -> str:
         if shutil.which(command[0]) is None:
             continue
         try:
-            done = subprocess.run(
-                [word.format(pid=pid) for word in command],
-                capture_output=True,
-                text=True,
-                errors="replace",
-                timeout=seconds,
-                check=False,
-                stdin=subprocess.DEVNULL,
-            )
+            with withheld_from_children():
+                done = subprocess.run(
+                    [word.format(pid=pid) for word in command],
+                    capture_output=True,
+                    text=True,
+                    errors="replace",
+                    timeout=seconds,
+                    check=False,
+                    stdin=subprocess.DEVNULL,
+                )
         except OSError:
             return ""
         except subprocess.TimeoutExpired:

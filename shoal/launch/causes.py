@@ -52,15 +52,17 @@ class Causes:
         """Return the exit code of a training that a signal has ended.
 
         Args:
-            codes: The exit code of each member.
+            codes: The exit code of each member that was there when it came.
             name: The name of the signal.
 
         Raises:
-            WorkerError: No member has saved the state.
+            WorkerError: Members have trained, and none has saved the state.
         """
-        members = [member for member, code in codes.items() if code == EXIT_STOPPED] or list(codes)
-        outcomes = [each for each in Outcome.read_all(self._folder) if each.rank in members]
-        return exit_code_after_signal(outcomes, members, name)
+        outcomes = Outcome.read_all(self._folder)
+        early = {each.rank for each in outcomes if each.is_early}
+        trained = [member for member in codes if member not in early]
+        members = [member for member in trained if codes[member] == EXIT_STOPPED] or trained or list(codes)
+        return exit_code_after_signal([each for each in outcomes if each.rank in members], members, name)
 
     def hang_of(self, member: int) -> str:
         """Return a colon and why a member hangs; "" unless the ranks that waited for it have found out."""

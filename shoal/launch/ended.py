@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from shoal.errors import WorkerError
 from shoal.hang import HangVerdict
 from shoal.launch.outcome import EXIT_STOPPED, Outcome, root_cause
+from shoal.signals import stopped_early
 
 __all__ = ["Ended", "exit_code_after_signal"]
 
@@ -53,7 +55,14 @@ class Ended:
 
 
 def exit_code_after_signal(outcomes: Sequence[Outcome], ranks: Collection[int], signal_name: str) -> int:
-    """Return the exit code after a signal to the ranks; raise WorkerError if one could not save its state."""
+    """Return the exit code after a signal to the ranks, and say if none had made a step.
+
+    Raises:
+        WorkerError: One could not save its state.
+    """
+    if all(outcome.is_early for outcome in outcomes) and set(ranks) <= {each.rank for each in outcomes}:
+        print(stopped_early(signal_name), file=sys.stderr, flush=True)
+        return EXIT_STOPPED
     failed = [outcome for outcome in outcomes if outcome.error]
     ended = set(ranks) - {outcome.rank for outcome in outcomes}
     if ended and all(outcome.in_collective for outcome in failed):
@@ -63,8 +72,8 @@ def exit_code_after_signal(outcomes: Sequence[Outcome], ranks: Collection[int], 
         return EXIT_STOPPED
     if failed:
         raise root_cause(failed, {})
-    # All ranks may have finished when the signal came, or no host has come yet.
-    return max((outcome.exit_code for outcome in outcomes), default=EXIT_STOPPED)
+    # All ranks may have finished when the signal came.
+    return max(outcome.exit_code for outcome in outcomes)
 
 
 def _are_stopped(outcomes: Sequence[Outcome]) -> bool:

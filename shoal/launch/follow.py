@@ -31,12 +31,13 @@ from shoal.launch.members import WAIT
 from shoal.launch.membership import AFTER
 from shoal.launch.memory_files import files_service
 from shoal.launch.nursery import Nursery
-from shoal.launch.outcome import Outcome
+from shoal.launch.outcome import EXIT_STOPPED, Outcome
 from shoal.launch.relay import Relay
 from shoal.launch.stopping import StopRequest, signals_noted
 from shoal.launch.token import read_token
 from shoal.release import release
 from shoal.scratch import scratch_folder
+from shoal.signals import stopped_early
 
 __all__ = ["follow"]
 
@@ -94,6 +95,9 @@ def follow(
             print(
                 f"shoal: {why}; the ranks here are ended, and this host tries to join again", file=sys.stderr
             )
+    if signals and not known.leader:
+        print(stopped_early(signals[0].name), file=sys.stderr, flush=True)
+        return EXIT_STOPPED
     host = f"{meeting.address[0]}:{meeting.address[1]}"
     raise CommunicationError(
         f"the host that leads the run, {host}, is gone: {why}. Start the run again on all hosts, with "
@@ -122,18 +126,22 @@ class _Waiting:
 
 @final
 class _Known:
-    """What stays when the link ends: the checkpoints in this host's memory, if they are of the run."""
+    """What stays when the link ends: the checkpoints in this host's memory, if they are of the run.
+
+    Attributes:
+        leader: The run that this host has had ranks of; empty for none.
+    """
 
     def __init__(self, memory: Path | None) -> None:
         self.memory = memory
-        self._leader = ""
+        self.leader = ""
 
     def meet(self, leader: str, *, resumes: bool) -> None:
         """Take note of who leads; drop checkpoints of another run."""
-        if self.memory is not None and leader != self._leader and not resumes:
+        if self.memory is not None and leader != self.leader and not resumes:
             for path in self.memory.iterdir():
                 shutil.rmtree(path, ignore_errors=True)
-        self._leader = leader
+        self.leader = leader
 
 
 @final
@@ -190,7 +198,8 @@ class _Following:
                     self._obey(told, folder, stack)
                 if self._ranks is None:
                     if signals:
-                        return 128 + int(signals[0])
+                        print(stopped_early(signals[0].name), file=sys.stderr, flush=True)
+                        return EXIT_STOPPED
                     continue
                 before = stop.signal
                 stop.pass_on(self._ranks)

@@ -19,7 +19,7 @@ from shoal.errors import CommunicationError, ConfigError
 from shoal.launch.nursery import ForkedRank, Nursery
 from shoal.launch.output import NamedLines, RankLog, pass_on
 from shoal.launch.relay import Relay
-from shoal.signals import withheld_from_children
+from shoal.signals import ANSWERED, withheld_from_children
 
 __all__ = ["LAUNCHER", "LocalRanks", "Processes"]
 
@@ -51,7 +51,8 @@ class LocalRanks:
     """Processes of ranks, whose output this process passes on. Leaving the context ends those that are left.
 
     Each rank is a session of its own: Ctrl-C on the terminal reaches this process alone, which decides what
-    the ranks are told, and a signal to a rank reaches the processes that it started.
+    the ranks are told. What a rank answers is sent to the rank alone; what ends or stops it, SIGKILL and
+    SIGSTOP, reaches the processes that it started too.
 
     Args:
         command: A program and its arguments, equal for all ranks.
@@ -146,7 +147,7 @@ class LocalRanks:
             if ranks is not None and rank not in ranks:
                 continue
             with contextlib.suppress(ProcessLookupError):  # it has just ended
-                os.killpg(self._processes[rank].pid, number)
+                (os.kill if number in ANSWERED else os.killpg)(self._processes[rank].pid, number)
 
     def listen(self, seconds: float) -> None:
         """Pass on the next output of ranks. Return when some was passed on, or after `seconds`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -94,6 +94,8 @@ class Members:
         self._absent_since: float | None = None  # members that others wait for
         self._has_waited = False  # whether members of the newest generation have waited for another before
         self._signal: signal.Signals | None = None
+        self._gone: set[int] = set()  # members that had ended when the signal came
+        self._grouped: set[int] = set()  # members of the newest generation
         self._failure: WorkerError | None = None
         self._is_due = True  # whether a generation is to be made,
         self._is_broken = False  # after one that cannot go on
@@ -112,7 +114,7 @@ class Members:
             self._processes.listen(_CALM if self._is_calm() else _LOOK)
             stop.pass_on(self._processes)
             if stop.signal is not None and self._signal is None:
-                self._signal = stop.signal
+                self._signal, self._gone = stop.signal, set(self._ended)
                 if not self._is_lost:
                     self._failure = None  # what was survived before
             self._end_stopped()
@@ -129,12 +131,15 @@ class Members:
     def _goes_on(self) -> bool:
         """Make a generation if one is due and can be; return whether to go on."""
         if self._signal is not None:
+            grouped = [member for member in self._present if member in self._grouped]
+            if grouped and self._is_due and not (self._is_broken or self._is_lost):
+                self._form(grouped)  # for they wait for it, and may hold the state in memory only
             return not self._starting.issuperset(self._processes.running())
         can_go_on = self._linked is None or self._linked.has_quorum
         if self._is_due and (self._linked is None or self._linked.is_heard):
             all_end = self._is_broken and self._roster.starts_again
             if can_go_on and len(self._present) >= self._least and not (all_end or self._gathers()):
-                self._form()
+                self._form(self._present)
             elif all_end or (self._is_broken and self._linked is not None):
                 self._survivors.announce([], self._present, is_broken=True)  # so that all stop and wait
                 self._is_halted, self._is_broken = True, False
@@ -167,8 +172,8 @@ class Members:
         is_recent = time.monotonic() - self._came < _GATHERED
         return bool(self._starting) or (is_recent and not self._linked.is_whole)
 
-    def _form(self) -> None:
-        here, starting = self._present, len(self._starting)
+    def _form(self, here: Sequence[int]) -> None:
+        self._grouped, starting = set(here), len(self._starting)
         self._survivors.announce(here, here, is_broken=self._is_broken, starting=starting)
         self._is_due = self._is_broken = self._is_halted = False
         self._absent_since = None
@@ -205,7 +210,9 @@ class Members:
         follow = self._survivors.take(failed)
         failed = {member: code for member, code in failed.items() if member not in follow}
         if failed and not (self._signal is not None and self._is_lost):  # else the loss is the cause
-            self._failure = self._why(failed)
+            self._failure = self._causes.of(failed)
+            if self._linked is not None:
+                self._failure.host = self._linked.where(self._failure.rank)
         if self._signal is not None:
             return not failed
         for each in filter(self._can_start, follow):
@@ -286,8 +293,9 @@ class Members:
         self._is_due = True
         if len(self._present) >= self._least:
             again = " again" if ready <= self._known else ""
-            text = f"shoal: {_named(ready)}{again}; now there are {len(self._present)}"
-            print(text, file=sys.stderr, flush=True)
+            numbers = ", ".join(map(str, sorted(ready)))
+            named = f"rank {numbers} is there" if len(ready) == 1 else f"ranks {numbers} are there"
+            print(f"shoal: {named}{again}; now there are {len(self._present)}", file=sys.stderr, flush=True)
         self._known |= ready
         self._note("came", ready)
 
@@ -390,12 +398,6 @@ class Members:
         self._causes.give_up(member, why)
         self._processes.signal(signal.SIGKILL, [member])
 
-    def _why(self, failed: Mapping[int, int]) -> WorkerError:
-        failure = self._causes.of(failed)
-        if self._linked is not None:
-            failure.host = self._linked.where(failure.rank)
-        return failure
-
     def _exit_code(self) -> int:
         """End what is left, and return the exit code of the training."""
         has_failed = self._failure is not None and 0 not in self._processes.exit_codes().values()
@@ -411,10 +413,6 @@ class Members:
         if self._failure is not None:
             raise self._failure
         if self._signal is not None:
-            return self._causes.after_signal(codes, self._signal.name)
+            there = {member: code for member, code in codes.items() if member not in self._gone}
+            return self._causes.after_signal(there, self._signal.name)
         return EXIT_STOPPED  # the last members were asked to leave, one by one
-
-
-def _named(members: set[int]) -> str:
-    numbers = ", ".join(map(str, sorted(members)))
-    return f"rank {numbers} is there" if len(members) == 1 else f"ranks {numbers} are there"

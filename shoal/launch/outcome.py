@@ -40,6 +40,7 @@ class Outcome:
         error: Its error message for the user; empty if there was none.
         detail: The traceback; empty for an error that the user can correct, or of a checkpoint.
         in_collective: Whether it failed in a collective, and so perhaps because of another rank.
+        is_early: Whether a signal ended it before its first step.
         when: Time of its end, in seconds since the epoch.
     """
 
@@ -48,6 +49,7 @@ class Outcome:
     error: str = ""
     detail: str = ""
     in_collective: bool = False
+    is_early: bool = False
     when: float = dataclasses.field(default_factory=time.time)
 
     @classmethod

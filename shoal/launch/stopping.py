@@ -6,17 +6,15 @@ import contextlib
 import math
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import final
 
 from shoal.launch.local_ranks import Processes
-from shoal.signals import ANSWERED, STOPS
-from shoal.submit import EXIT_STOPPED
+from shoal.signals import ANSWERED, EarlyEnd
 
-__all__ = ["SAVE", "StopRequest", "signals_noted", "stopped_early", "stops_early"]
+__all__ = ["SAVE", "StopRequest", "signals_noted"]
 
 SAVE = 600.0  # seconds for ranks to finish their step and save, after a signal, where no grace is given
 _OF_GRACE = 0.95  # share of the grace that ranks have; the rest is for this process to end
@@ -98,43 +96,6 @@ def signals_noted() -> Iterator[list[signal.Signals]]:
         yield received
     finally:
         for number, action in before.items():
-            if isinstance(action, _EarlyEnd):
+            if isinstance(action, EarlyEnd):
                 action.has_begun = True
             signal.signal(number, action)
-
-
-def stopped_early(number: signal.Signals) -> str:
-    """Return what is told where a signal ends a training that has made no step."""
-    return f"shoal: stopped by {number.name} before the first step: no step is lost"
-
-
-@final
-class _EarlyEnd:
-    """Ends this program at a signal, until ranks have begun."""
-
-    def __init__(self) -> None:
-        self.has_begun = False
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        if not self.has_begun:
-            print(stopped_early(signal.Signals(number)), file=sys.stderr, flush=True)
-            raise SystemExit(EXIT_STOPPED)
-
-
-@contextlib.contextmanager
-def stops_early() -> Iterator[None]:
-    """Within this context, a signal ends this program with `EXIT_STOPPED`, until `signals_noted` takes them.
-
-    When that gives them back, all ranks have ended: a signal that comes then does nothing.
-    """
-    end = _EarlyEnd()
-    before = {number: signal.getsignal(number) for number in STOPS}
-    taken = [number for number in STOPS if before[number] != signal.SIG_IGN]
-    for number in taken:
-        signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number in taken:
-            if signal.getsignal(number) is end:  # else a rank of this process has its own
-                signal.signal(number, before[number])

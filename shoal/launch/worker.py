@@ -17,8 +17,7 @@ from shoal.launch.kernel import die_with, name_process
 from shoal.launch.launcher import OUTCOMES
 from shoal.launch.local_ranks import LAUNCHER
 from shoal.launch.outcome import EXIT_STOPPED, Outcome
-from shoal.launch.stopping import stopped_early
-from shoal.signals import STOPS, take_signals
+from shoal.signals import STOPS, stopped_early, take_signals
 
 __all__ = ["StopSignal", "run_rank"]
 
@@ -169,10 +168,10 @@ def run_rank(
 
     def end(number: signal.Signals) -> None:
         if early == EXIT_STOPPED:
-            if rank == 0:
-                print(stopped_early(number), file=sys.stderr, flush=True)
-            if folder is not None:
-                Outcome(rank=rank, exit_code=early).write(Path(folder))
+            if folder is not None:  # the launcher knows whether it asked because another rank has failed
+                Outcome(rank=rank, exit_code=early, is_early=True).write(Path(folder))
+            elif rank == 0:
+                print(stopped_early(number.name), file=sys.stderr, flush=True)
         os._exit(early)
 
     # Shoal's launcher decides what another Ctrl-C means; another one may send what all processes got already.

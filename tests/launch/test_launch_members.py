@@ -9,6 +9,7 @@ from torch._C._distributed_c10d import HashStore
 
 from shoal.errors import WorkerError
 from shoal.launch import EXIT_AGAIN, EXIT_STOPPED, Outcome
+from shoal.launch.causes import Causes
 from shoal.launch.members import Members
 from shoal.launch.membership import Membership
 from shoal.launch.stopping import StopRequest
@@ -106,3 +107,40 @@ def test_an_exit_with_the_code_of_survivors_is_told_as_a_failure(tmp_path, capsy
     told = capsys.readouterr().err
     assert "rank 1 failed: its process ended with exit code 76; 2 go on" in told
     assert told.count("failed") == 1
+
+
+def test_members_that_wait_for_a_group_when_the_signal_comes_form_it_and_save(tmp_path):
+    formed = []
+
+    class Waits(Scripted):
+        def listen(self, seconds):
+            store = Membership(0, lambda: self.store, -1, lambda: None)
+            if formed == [] and (newest := store._newest()) is not None and newest.members == (0, 2):
+                formed.append(newest)
+                self.codes |= {0: EXIT_STOPPED, 2: EXIT_STOPPED}
+                for rank in (0, 2):
+                    Outcome(rank=rank, exit_code=EXIT_STOPPED).write(self.folder)
+                return
+            super().listen(seconds)
+            if 1 in self.codes and not self.signals and not formed:  # member 1 has left: all wait for a group
+                self.signals.append(signal.SIGTERM)
+
+    processes = Waits(tmp_path, [{}, {1: EXIT_STOPPED}, {}, {}, {}], "shoal")
+    members = Members(processes, processes.store, tmp_path, 2, 1, None, 60.0)
+    assert members.run(StopRequest(processes.signals)) == EXIT_STOPPED
+    assert [each.is_broken for each in formed] == [False]
+
+
+def test_one_that_left_before_the_signal_does_not_stand_for_those_that_did_not_save(tmp_path):
+    lines = [{}, {1: EXIT_STOPPED}, {}, signal.SIGTERM, {0: KILL, 2: KILL}]
+    with pytest.raises(WorkerError) as caught:
+        run(tmp_path, lines)
+    assert caught.value.exit_code != EXIT_STOPPED
+
+
+def test_a_rank_that_had_made_no_step_does_not_stand_for_those_that_did_not_save(tmp_path):
+    Outcome(rank=1, exit_code=EXIT_STOPPED, is_early=True).write(tmp_path)
+    causes = Causes(tmp_path)
+    with pytest.raises(WorkerError, match="ended by SIGTERM before its state was saved"):
+        causes.after_signal({0: KILL, 1: EXIT_STOPPED}, "SIGTERM")
+    assert causes.after_signal({1: EXIT_STOPPED}, "SIGTERM") == EXIT_STOPPED

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from shoal.errors import PlanError, TrainingError
-from shoal.launch import run_rank
-from shoal.signals import ANSWERED, STOPS, withheld_from_children
+from shoal.launch import run_rank, signals_noted
+from shoal.signals import ANSWERED, STOPS, end_early, withheld_from_children
 
 
 @pytest.fixture(autouse=True)
@@ -236,3 +236,18 @@ def test_another_launcher_finds_the_error_in_its_error_file(tmp_path, monkeypatc
 
     assert run_rank(0, work) == 1
     assert "of this rank" in file.read_text()
+
+
+def test_a_launcher_ends_at_a_signal_until_it_takes_signals_and_has_nothing_to_stop_afterwards(capsys):
+    end_early(75)
+    with signals_noted() as noted:
+        os.kill(os.getpid(), signal.SIGHUP)
+    assert noted == [signal.SIGHUP]
+    os.kill(os.getpid(), signal.SIGTERM)  # all ranks have ended, and the exit code is known
+    assert capsys.readouterr().err == ""
+    end_early(75)
+    with pytest.raises(SystemExit) as caught:
+        os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGUSR1)  # as a launcher passes it on
+    assert caught.value.code == 75
+    assert capsys.readouterr().err == "shoal: stopped by SIGUSR1 before the first step: no step is lost\n"
