@@ -321,12 +321,14 @@ def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens at an address of IPv4 or IPv6, or at that of a name.
 
     Args:
-        host: The address or name; empty for every address of IPv4.
+        host: The address or name; empty for every address of this machine.
         port: The port; 0 for any that is free.
 
     Raises:
         OSError: It is no address of this machine, or the port is taken.
     """
+    if not host and socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True)
     found = socket.getaddrinfo(host or "0.0.0.0", port, type=socket.SOCK_STREAM)
     family, _, _, _, address = found[0]
     return socket.create_server(address, family=family, backlog=_BACKLOG)  # type: ignore[arg-type]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import os
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +60,7 @@ def run_on_hosts(
     from shoal.train import FOLDER, memory_folder, nothing_left_to_do
 
     address = _address(args)
+    _require_common(address, args.nodes, _number_of_hosts(args)[1])
     listening = open_meeting(address)
     meeting = _meeting(args, address, leads=listening is not None)
     with memory_folder() as folder, scratch_folder() as scratch:
@@ -112,9 +115,29 @@ def _address(args: argparse.Namespace) -> tuple[str, int]:
     return split_address(f"{host}:{port}", "MASTER_ADDR:MASTER_PORT")
 
 
-def _meeting(args: argparse.Namespace, address: tuple[str, int], *, leads: bool) -> Meeting:
-    from shoal.launch import Meeting, find_token
+def _require_common(address: tuple[str, int], nodes: str, most: int) -> None:
+    """Refuse an address that every host takes for its own, so that each would lead a run of its own.
 
+    Processes of one machine that SHOAL_HOST_ID makes hosts may meet at a number such as 127.0.0.1.
+    """
+    try:
+        meant = str(socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0][4][0]).partition("%")[0]
+    except OSError:
+        return  # open_meeting names it
+    own = ipaddress.ip_address(meant)
+    is_trial = address[0] == meant and own.is_loopback and os.environ.get("SHOAL_HOST_ID")
+    if most > 1 and (own.is_loopback or own.is_unspecified) and not is_trial:
+        called = "" if address[0] == meant else f", which is {meant} here"
+        raise ConfigError(
+            f"--nodes {nodes} was given, and the hosts meet at {address[0]}{called}: each host would take it "
+            "for itself, and lead a run of its own",
+            possible="an address of one host that the others reach; for a trial on one machine, 127.0.0.1 "
+            "with another SHOAL_HOST_ID for each process",
+            change="give --rendezvous the address of the host that shall lead, such as 10.0.0.1:29500",
+        )
+
+
+def _number_of_hosts(args: argparse.Namespace) -> tuple[int, int]:
     least, between, most = args.nodes.partition(":")
     try:
         hosts = int(least), int(most if between else least)
@@ -126,6 +149,13 @@ def _meeting(args: argparse.Namespace, address: tuple[str, int], *, leads: bool)
             possible="N, or MIN:MAX with 1 <= MIN <= MAX",
             change="write, for example, --nodes 4, or --nodes 2:4",
         )
+    return hosts
+
+
+def _meeting(args: argparse.Namespace, address: tuple[str, int], *, leads: bool) -> Meeting:
+    from shoal.launch import Meeting, find_token
+
+    hosts = _number_of_hosts(args)
     ranks = args.nproc if args.nproc is not None else _ranks_of_host()
     return Meeting(
         address=address,

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from shoal.errors import UserError
+from shoal.listener import loopback
 
 __all__ = ["add_parser", "run"]
 
@@ -53,8 +54,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--host",
         metavar="ADDRESS",
-        default="127.0.0.1",
-        help="address to listen on (default 127.0.0.1: this machine only)",
+        help="address to listen on (default 127.0.0.1, or ::1 where only IPv6 is: this machine only)",
     )
     parser.add_argument(
         "--name",
@@ -90,9 +90,10 @@ def run(args: argparse.Namespace) -> int:
             ) from error
         print(f"{len(written)} pages written: open {written[0]}", file=sys.stderr)
         return 0
-    if not is_loopback(args.host):
+    host = args.host or loopback()
+    if not is_loopback(host):
         print(
-            f"shoal: {args.host} can be reached from other machines; what they send and get, the token "
+            f"shoal: {host} can be reached from other machines; what they send and get, the token "
             "included, is not encrypted",
             file=sys.stderr,
         )
@@ -100,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, _stop)
     serve(
         path,
-        host=args.host,
+        host=host,
         port=args.port,
         names=tuple(args.name),
         say=lambda address: print(address, flush=True),

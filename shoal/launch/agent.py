@@ -27,6 +27,7 @@ from shoal.launch.messages import NOW, Here, Task, from_line, to_line
 from shoal.launch.node import Node
 from shoal.launch.nursery import open_nursery
 from shoal.launch.output import pass_on
+from shoal.listener import listen, loopback
 from shoal.release import release
 from shoal.scratch import scratch_folder
 from shoal.signals import take_signals
@@ -81,10 +82,12 @@ def own_address() -> str:
     connection = os.environ.get("SSH_CONNECTION", "").split()
     if len(connection) == 4:
         return connection[2]
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return "127.0.0.1"
+    with contextlib.suppress(OSError):
+        for family, _, _, _, address in socket.getaddrinfo(socket.gethostname(), 0, type=socket.SOCK_STREAM):
+            with contextlib.suppress(OSError), socket.socket(family) as trial:
+                trial.bind(address)  # a name may have addresses that the machine lacks, as where only IPv6 is
+                return str(address[0])
+    return loopback()
 
 
 def open_store(address: str, port: int) -> TCPStore:
@@ -97,9 +100,8 @@ def open_store(address: str, port: int) -> TCPStore:
     Raises:
         ConfigError: It cannot listen there.
     """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        listening = socket.create_server((address, port), family=family)
+        listening = listen(address, port)
     except OSError as error:
         raise ConfigError(
             f"the ranks cannot meet at {address or 'any address'}, port {port}: {error.strerror or error}",
@@ -108,7 +110,7 @@ def open_store(address: str, port: int) -> TCPStore:
         ) from error
     port = listening.getsockname()[1]
     return TCPStore(
-        address or "localhost",
+        address or loopback(),
         port,
         is_master=True,
         wait_for_workers=False,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -25,6 +24,7 @@ from shoal.launch.node import Node
 from shoal.launch.nursery import Nursery
 from shoal.launch.outcome import EXIT_STOPPED, Outcome, root_cause
 from shoal.launch.stopping import StopRequest, signals_noted
+from shoal.listener import listen, loopback
 from shoal.run import write_event
 from shoal.scratch import scratch_folder
 
@@ -225,11 +225,10 @@ def store_on_loopback() -> Iterator[TCPStore]:
 
     torch's own server listens on every interface unless it gets a socket.
     """
-    listening = socket.create_server(("127.0.0.1", 0))
+    address = loopback()
+    listening = listen(address, 0)
     port: int = listening.getsockname()[1]
-    yield TCPStore(
-        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
-    )
+    yield TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 def _terminal() -> dict[str, str]:
@@ -264,7 +263,7 @@ def rank_environments(
         "LOCAL_WORLD_SIZE": str(len(numbers)),
         "GROUP_RANK": str(numbers.start // len(numbers)),
         "GROUP_WORLD_SIZE": str(ranks // len(numbers)),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": loopback(),
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # for torch: the store exists, rank 0 does not serve one
         LAUNCHER: str(os.getpid() if nursery is None else nursery.pid),

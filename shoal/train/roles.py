@@ -20,6 +20,7 @@ from typing import Any, final
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from shoal.collectives.interface import address_towards
 from shoal.errors import RunError
 from shoal.launch import EXIT_STOPPED, StopSignal, World, meet
 from shoal.record import AppendFile
@@ -102,7 +103,7 @@ def take_role(world: World, job: Job) -> Role:
     number, size = plan.exchanged.processes, plan.of_worker().ranks
     index, server = world.rank - plan.ranks, None
     if index >= 0:
-        server = Server(index, token, host=_own_host(world.master), record=_Record(job, index).write)
+        server = Server(index, token, host=address_towards(world.master[0]), record=_Record(job, index).write)
         store.set(f"server {index}", json.dumps(server.address))
     addresses = [_address(json.loads(store.get(f"server {each}"))) for each in range(number)]
     if server is not None and plan.exchanged.mirror:
@@ -177,11 +178,3 @@ def joined_role(world: World, job: Job) -> Role:
 def _address(told: Sequence[Any]) -> tuple[str, int]:
     host, port = told
     return str(host), int(port)
-
-
-def _own_host(master: tuple[str, int]) -> str:
-    """Return the address of this machine's interface towards the host where processes meet."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # a datagram socket sends nothing here
-        probe.connect(master)
-        host: str = probe.getsockname()[0]
-        return host

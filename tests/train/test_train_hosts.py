@@ -228,6 +228,17 @@ def test_local_updates_go_on_without_a_host(programs, tmp_path, tiny_run):
         assert cluster.losses[12] == pytest.approx(unbroken[12], rel=0.05)
 
 
+@pytest.mark.parametrize("at", ["localhost:0", "0.0.0.0:0", "[::]:0"])
+def test_hosts_of_one_machine_do_not_meet_at_what_each_host_takes_for_itself(
+    tmp_path, tiny_run, monkeypatch, capsys, at
+):
+    monkeypatch.setenv("SHOAL_HOST_ID", "one")
+    monkeypatch.setenv("SHOAL_TOKEN_FILE", str(tmp_path / "token"))
+    words = ["--run", str(tmp_path / "one"), "--nodes", "1:2", "--nproc", "2", "--rendezvous", at]
+    assert main(["train", *tiny_run, *words]) == 2
+    assert "lead a run of its own" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -235,6 +246,11 @@ def test_local_updates_go_on_without_a_host(programs, tmp_path, tiny_run):
         (["--nodes", "2"], "nothing says where the hosts meet"),
         (["--nodes", "2", "--rendezvous", "127.0.0.1"], "is no address with a port"),
         (["--nodes", "1", "--rendezvous", "127.0.0.1:0", "--plan", "exchange=server"], "parameter servers"),
+        *(
+            (["--nodes", nodes, "--rendezvous", f"{at}:0"], "lead a run of its own")
+            for nodes in ("2", "1:2")
+            for at in ("localhost", "127.0.0.1", "127.8.7.6", "[::1]", "0.0.0.0", "[::]")
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_starts(
@@ -242,6 +258,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(
 ):
     monkeypatch.setenv("SHOAL_TOKEN_FILE", str(tmp_path / "token"))
     monkeypatch.delenv("MASTER_ADDR", raising=False)
+    monkeypatch.delenv("SHOAL_HOST_ID", raising=False)
     assert main(["train", *tiny_run, "--run", str(tmp_path / "one"), "--nproc", "2", *words]) == 2
     assert told in capsys.readouterr().err
     assert not (tmp_path / "one").exists()

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import final
 
 from shoal.errors import ConfigError
-from shoal.listener import Handshake, Listener, head_of_request, listen
+from shoal.listener import Handshake, Listener, head_of_request, listen, loopback
 from shoal.record.logger import Logger
 
 __all__ = ["PrometheusLogger", "parse_address"]
@@ -84,7 +84,7 @@ def _number(value: float) -> str:
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Return the host and port of "9400", which is on loopback, or of "0.0.0.0:9400".
+    """Return the host and port of "9400", which is on loopback, or of "0.0.0.0:9400" or "[::]:9400".
 
     Raises:
         ConfigError: The text is neither.
@@ -96,4 +96,4 @@ def parse_address(text: str) -> tuple[str, int]:
             possible="a port, which other hosts cannot reach, or HOST:PORT",
             change="give, for instance, 9400 or 0.0.0.0:9400",
         )
-    return host or "127.0.0.1", int(port)
+    return host.removeprefix("[").removesuffix("]") or loopback(), int(port)
