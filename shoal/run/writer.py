@@ -297,7 +297,8 @@ def _make(directory: Path, number: int) -> Writer | None:
         return None
     for older in numbers:
         if older < number:
-            claim_path(directory, older).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # it stays, and counts no more
+                claim_path(directory, older).unlink()
     return Writer(directory, descriptor, claim)
 
 

@@ -32,7 +32,7 @@ def claim_together(
         acts: Whether this rank claims; at most rank 0 does.
 
     Raises:
-        RunError: On all ranks: another process writes the run, or a rank does not see the directory.
+        RunError: On all ranks: another process writes the run, it cannot be written, or a rank does not see it.
     """
     claiming = Claiming(run.checkpoints, say, f"the run {run.path}") if acts else None
     outcome: bool | ShoalError = False
@@ -41,6 +41,12 @@ def claim_together(
             outcome = claiming is None or claiming.poll() is not None
         except ShoalError as error:
             outcome = error
+        except OSError as error:
+            outcome = RunError(
+                f"the run {run.path} cannot be written: {error.strerror or error}",
+                possible="a directory with room, in which this user may make files",
+                change="make it writable, or give another --run",
+            )
         outcome = coordinator.all_gather_object(outcome)[0]
     if isinstance(outcome, ShoalError):
         raise outcome

@@ -41,3 +41,11 @@ def test_a_refusal_is_that_of_all_ranks(tmp_path: Path, monkeypatch: pytest.Monk
     run = Run.create(tmp_path / "run", {})
     errors = on_ranks(2, lambda ranks: claim_together(ranks, run, print, acts=ranks.rank == 0))
     assert all("process 7" in str(error) for error in errors)
+
+
+def test_a_run_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "run", {})
+    run.checkpoints.rmdir()
+    run.checkpoints.write_text("a file")
+    errors = on_ranks(2, lambda ranks: claim_together(ranks, run, print, acts=ranks.rank == 0))
+    assert all(f"the run {run.path} cannot be written: " in str(error) for error in errors)
