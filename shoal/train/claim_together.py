@@ -32,7 +32,7 @@ def claim_together(
         acts: Whether this rank claims; at most rank 0 does.
 
     Raises:
-        RunError: On all ranks: another process writes the run, it cannot be written, or a rank does not see it.
+        RunError: On all ranks: the run is another process's, cannot be written, or is not seen by a rank.
     """
     claiming = Claiming(run.checkpoints, say, f"the run {run.path}") if acts else None
     outcome: bool | ShoalError = False
