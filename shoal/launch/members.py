@@ -41,6 +41,7 @@ _CALM = 0.1  # seconds between them while all ranks train on this host: the end 
 _STOPPED = 10.0  # seconds after which a process that is stopped counts as lost
 _COMES = 10.0  # seconds in which a rank that all others waited for before comes to the next generation;
 _COMES_LATE = 30.0  # and over a network: a connection that was cut for 15 s is used again after up to 26 s
+_CAUSE = 2.0  # seconds in which the end of a member shows for which a watchdog has aborted others
 _SOON = 60.0  # seconds: a member that fails sooner after its start than this is left out the second time
 _WRONG_INPUT = 2  # exit code of a rank that was given what cannot work
 _GATHERED = 10.0  # seconds without a host or member that comes, after all had to stop
@@ -195,6 +196,10 @@ class Members:
         if (codes := self._new_ends()) and self._signal is None:
             time.sleep(_LOOK)  # another that failed first, or its outcome, may be on its way
             codes = self._new_ends()
+            until = time.monotonic() + _CAUSE
+            while self._are_aborted(codes) and time.monotonic() < until:
+                self._processes.listen(_LOOK)
+                codes = self._new_ends()
         if not codes:
             return True
         if 0 in codes.values():  # all steps are made
@@ -230,6 +235,10 @@ class Members:
         self._note("lost", failed, str(self._failure))
         self._start_again(failed)
         return True
+
+    def _are_aborted(self, codes: Mapping[int, int]) -> bool:
+        """Return whether all that have ended were aborted by a watchdog, as after the loss of another."""
+        return self._roster.starts_again and set(codes.values()) == {-signal.SIGABRT}
 
     def _new_ends(self) -> dict[int, int]:
         codes = self._processes.exit_codes()
