@@ -96,6 +96,7 @@ def _part(name: str) -> str:
         "policy of verdicts": _policy,
         "presets": _presets,
         "runs of the tests": _test_runs,
+        "listeners beside strangers": _doors,
         "schedules compared": _schedules,
         "slowest of many": lambda: _table(*slowest_rows()),
         "the zoo": _zoo,
@@ -257,6 +258,21 @@ def _test_runs() -> str:
         minutes = f"{line['seconds'] / 60:.1f}"
         rows.append([line["date"], f"`{line['commit']}`", where, str(line["busy"]), minutes, found])
     return _table(["date, UTC", "commit", "machine", "busy processes beside it", "minutes", "result"], rows)
+
+
+def _doors() -> str:
+    """The lines that tests/doors.py keeps, the newest of each listener and kind of strangers."""
+    lines = (ROOT / "docs" / "reference" / "doors.jsonl").read_text(encoding="utf-8").splitlines()
+    newest = {(line["listener"], line["strangers"]): line for line in map(json.loads, lines)}
+    rows = []
+    for line in newest.values():
+        took = ["{} to {}".format(*line[name]) for name in ("threads", "mib", "descriptors")]
+        held = f"{line['number']:,} {line['strangers']}, {line['seconds']:g} s"
+        slowest = f"{line['slowest']:.2f}"
+        served = [f"{line['served']:,}", str(line["failed"]), slowest]
+        rows.append([line["listener"], held, *took, *served, f"`{line['commit']}`, {line['machine']}"])
+    head = ["listener", "strangers", "threads", "memory, MiB", "descriptors", "served", "not", "slowest, s"]
+    return _table([*head, "commit, machine"], rows)
 
 
 def _zoo() -> str:
