@@ -16,7 +16,7 @@ __all__ = ["Pump"]
 _AT_ONCE = 1 << 16  # bytes
 _MOST = 1 << 22  # bytes that wait to be written, until no more is read
 _MOST_SILENT = 128  # pairs whose other end has not answered yet: beyond them, the oldest ends
-_PATIENCE = 1.0  # seconds that such a pair has in any case
+_PATIENCE = 0.25  # seconds that such a pair has in any case
 
 
 @dataclass(eq=False, slots=True)
@@ -54,7 +54,7 @@ class Pump:
     def add(self, one: socket.socket, another: socket.socket, owner: str = "") -> None:
         """Carry bytes between two connections, until one ends or their owner does.
 
-        The second one has a second to answer where many pairs wait for an answer.
+        The second one has a moment to answer where many pairs wait for an answer.
         """
         left, right = _End(one, owner), _End(another, owner)
         left.other, right.other = right, left
