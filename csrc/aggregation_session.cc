@@ -51,9 +51,11 @@ AggregationSession::AggregationSession(Sockets sockets, Report report) : report_
 }
 
 AggregationSession::~AggregationSession() {
-  alarm_.raise(Code::aborted, -1, "the aggregator ends");
+  end();
   thread_.join();
 }
+
+void AggregationSession::end() { alarm_.raise(Code::aborted, -1, "the aggregator ends it"); }
 
 void AggregationSession::run() {
   const std::string name = "a group of " + std::to_string(hosts()) + " hosts";

@@ -27,6 +27,11 @@ class AggregationSession {
   ~AggregationSession();  // ends it
 
   bool has_ended() const { return has_ended_; }
+  bool has_reduced() const { return operations_ > 0; }
+  bool is_ending() const { return alarm_.is_raised() || has_ended_; }
+
+  // Ends it soon, without waiting.
+  void end();
 
  private:
   class HostLinks;
@@ -41,10 +46,10 @@ class AggregationSession {
   int hosts() const { return static_cast<int>(links_.size()); }
 
   const Report report_;
-  Alarm alarm_;  // raised when the aggregator ends
+  Alarm alarm_;  // raised when the aggregator ends it
   std::vector<std::unique_ptr<TcpLink>> links_;
   std::vector<int> descriptors_;  // of all connections
-  uint64_t operations_ = 0;
+  std::atomic<uint64_t> operations_{0};
   std::vector<std::byte> scratch_, sums_;
   std::atomic<bool> has_ended_{false};
   std::thread thread_;

@@ -2,7 +2,8 @@
 // `AggregatorLink`.
 //
 // It takes everyone who knows its secret, or everyone who reaches its address if it has none. A group's hosts find each
-// other by a number made from the group's secret, so a stranger cannot join a group. What one session holds in memory is bounded by its hosts and the size of a chunk.
+// other by a number made from the group's secret, so a stranger cannot join a group. What one session holds in memory is
+// bounded by its hosts and the size of a chunk; what strangers hold, by the limits in aggregator.cc.
 #pragma once
 
 #include <functional>
@@ -49,22 +50,35 @@ class Aggregator {
     EventLoop::Timer next{};
   };
   using Pulses = std::list<Pulse>;
-  struct Meeting {  // the hosts of a session that not all have come to
-    int streams = 0, missing = 0;
-    AggregationSession::Sockets sockets;
+  struct Meeting {  // the hosts of a slice that not all have come to
+    int hosts = 0, streams = 0;
+    std::map<std::pair<int, int>, Descriptor> places;  // by host and stream
   };
-  using Key = std::pair<std::string, int>;  // the session and the slice
+  struct Gathering {  // the connections of one session, apart from those of its slices that have begun
+    std::string session;
+    std::map<int, Meeting> meetings;  // by slice
+    Pulses pulses;
+    bool has_begun = false;  // at least one slice: all hosts came to it
+  };
+  using Gatherings = std::list<Gathering>;
 
   void accept();
+  void pause();
   void hear(Callers::iterator caller);
   bool has_proved(Callers::iterator caller);
   void dismiss(Callers::iterator caller);
+  void dismiss(Gatherings::iterator gathering);
   void admit(const Greeting& greeting, Descriptor socket);
-  void lose(const Key& key, int host, int stream);
-  void begin(const Key& key);
-  void add_pulse(const Greeting& greeting, Descriptor socket);
+  Gatherings::iterator gathering_of(const Greeting& greeting);
+  void add_place(Gatherings::iterator gathering, const Greeting& greeting, Descriptor socket);
+  void lose(Gatherings::iterator gathering, int slice, std::pair<int, int> place);
+  void begin(Gatherings::iterator gathering, int slice);
+  void add_pulse(Gatherings::iterator gathering, const Greeting& greeting, Descriptor socket);
   void beat(Pulses::iterator pulse);
-  void end_pulse(Pulses::iterator pulse);
+  void end_pulse(Gatherings::iterator gathering, Pulses::iterator pulse);
+  void count(const Gathering& gathering, int connections);
+  void forget_if_empty(Gatherings::iterator gathering);
+  void end_oldest_unused();
 
   const std::optional<Secret> secret_;
   const AggregationSession::Report report_;
@@ -72,9 +86,11 @@ class Aggregator {
   const std::string address_;
   EventLoop loop_;
   // Of the loop's thread:
-  Callers callers_;
-  Pulses pulses_;
-  std::map<Key, Meeting> meetings_;
+  Callers callers_;               // the oldest first
+  Gatherings waiting_, begun_;    // the oldest first
+  std::map<std::string, Gatherings::iterator> gatherings_;  // by session
+  size_t guests_ = 0;             // connections of those that wait
+  EventLoop::Timer pause_{};
   std::list<AggregationSession> sessions_;
 };
 

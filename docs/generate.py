@@ -96,6 +96,7 @@ def _part(name: str) -> str:
         "policy of verdicts": _policy,
         "presets": _presets,
         "runs of the tests": _test_runs,
+        "listeners beside strangers": _doors,
         "schedules compared": _schedules,
         "signals": _signals,
         "slowest of many": lambda: _table(*slowest_rows()),
@@ -271,6 +272,21 @@ def _signals() -> str:
     names = list(dict.fromkeys(name for cells in found.values() for name in cells))
     rows = [[f"`{launcher}`", *place, *map(cells.get, names)] for (launcher, *place), cells in found.items()]
     return _table(["launcher", "phase", "sent to", *names], [[each or "" for each in row] for row in rows])
+
+
+def _doors() -> str:
+    """The lines that tests/doors.py keeps, the newest of each listener and kind of strangers."""
+    lines = (ROOT / "docs" / "reference" / "doors.jsonl").read_text(encoding="utf-8").splitlines()
+    newest = {(line["listener"], line["strangers"]): line for line in map(json.loads, lines)}
+    rows = []
+    for line in newest.values():
+        took = ["{} to {}".format(*line[name]) for name in ("threads", "mib", "descriptors")]
+        held = f"{line['number']:,} {line['strangers']}, {line['seconds']:g} s"
+        slowest = f"{line['slowest']:.2f}"
+        served = [f"{line['served']:,}", str(line["failed"]), slowest]
+        rows.append([line["listener"], held, *took, *served, f"`{line['commit']}`, {line['machine']}"])
+    head = ["listener", "strangers", "threads", "memory, MiB", "descriptors", "served", "not", "slowest, s"]
+    return _table([*head, "commit, machine"], rows)
 
 
 def _zoo() -> str:

@@ -45,7 +45,7 @@ T = TypeVar("T")
 Handshake = Generator[bytes | int, bytes, T]
 
 _LIMIT = 5.0
-_MOST = 128
+_MOST = 256
 _PATIENCE = 0.25
 _FULL = 0.01  # seconds without accepting while there is no room
 _EXHAUSTED = 0.1  # seconds without accepting after the system lacked something

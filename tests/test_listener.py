@@ -19,14 +19,21 @@ from shoal.listener import Listener, again_if_reset, answer, challenge, converse
 
 TOKEN = b"a token of some length"
 ENDS = b"dials", b"listens"
+Admitted = queue.Queue[socket.socket]
 
 
 @contextlib.contextmanager
-def opened(**settings: float) -> Iterator[tuple[tuple[str, int], queue.Queue[socket.socket]]]:
+def opened(
+    limit: float = 5.0, most: int = 128
+) -> Iterator[tuple[tuple[str, int], queue.Queue[socket.socket]]]:
     """A Listener: its address, and the connections that it admitted."""
-    admitted: queue.Queue[socket.socket] = queue.Queue()
+    admitted = Admitted()
     with Listener(
-        listen("127.0.0.1", 0), lambda: challenge(TOKEN, ENDS), lambda each, _: admitted.put(each), **settings
+        listen("127.0.0.1", 0),
+        lambda: challenge(TOKEN, ENDS),
+        lambda each, _: admitted.put(each),
+        limit=limit,
+        most=most,
     ) as listener:
         yield ("127.0.0.1", listener.port), admitted
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -120,7 +121,7 @@ def test_without_locks_nothing_is_removed_but_the_own_folder(
 def test_who_removes_what_is_left_may_come_before_the_lock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock, taken = scratch.fcntl.flock, []
+    lock, taken = fcntl.flock, list[str]()
 
     def late(descriptor: int, how: int) -> None:
         lock(descriptor, how)

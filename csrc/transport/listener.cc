@@ -54,6 +54,7 @@ void Listener::accept_all() {
     Descriptor socket = accept_from(socket_);
     if (socket) {
       welcome(std::move(socket));
+      if (guests_.size() >= most_guests) return;  // nobody makes room for nobody
     } else if (errno == EAGAIN || errno == EWOULDBLOCK) {
       return;
     } else if (errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM) {

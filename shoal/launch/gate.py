@@ -19,6 +19,9 @@ from shoal.listener import Handshake, Listener, listen, loopback
 
 __all__ = ["Gate", "Service", "StoreDoor", "store_service"]
 
+_AT_ONCE = 1 << 16  # bytes
+_DIALS = 64  # connections to another host that are made at a time
+
 Service = Callable[[Link, Mapping[str, Any]], object]
 """Gets a link and its first message, on a thread of its own."""
 
@@ -93,7 +96,8 @@ class StoreDoor:
     def __init__(self, address: tuple[str, int], token: bytes, session: str) -> None:
         self._address, self._token, self._session = address, token, session
         self._pump = Pump()
-        self._listener = Listener(listen(loopback(), 0), _first_byte, self._admit)
+        self._dials = threading.Semaphore(_DIALS)
+        self._listener = Listener(listen(loopback(), 0), _first_bytes, self._admit)
         self.port: int = self._listener.port
 
     def close(self) -> None:
@@ -102,6 +106,7 @@ class StoreDoor:
         self._pump.close()
 
     def _admit(self, connected: socket.socket, first: bytes) -> None:
+        self._dials.acquire()  # others wait in the system's queue
         threading.Thread(target=self._connect, args=(connected, first), daemon=True).start()
 
     def _connect(self, connected: socket.socket, first: bytes) -> None:
@@ -113,9 +118,11 @@ class StoreDoor:
         except (OSError, CommunicationError):
             connected.close()
             return
+        finally:
+            self._dials.release()
         self._pump.add(connected, link.socket)
 
 
-def _first_byte() -> Handshake[bytes]:
+def _first_bytes() -> Handshake[bytes]:
     """Wait until a client of the store asks something: nobody else keeps a connection to the other host."""
-    return (yield 1)
+    return (yield _AT_ONCE)  # all that is there: torch's store refuses a first message that comes in parts

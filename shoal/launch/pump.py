@@ -7,6 +7,7 @@ import os
 import selectors
 import socket
 import threading
+import time
 from dataclasses import dataclass, field
 from typing import final
 
@@ -14,6 +15,8 @@ __all__ = ["Pump"]
 
 _AT_ONCE = 1 << 16  # bytes
 _MOST = 1 << 22  # bytes that wait to be written, until no more is read
+_MOST_SILENT = 128  # pairs whose other end has not answered yet: beyond them, the oldest ends
+_PATIENCE = 0.25  # seconds that such a pair has in any case
 
 
 @dataclass(eq=False, slots=True)
@@ -25,6 +28,7 @@ class _End:
     other: _End | None = None
     waiting: bytearray = field(default_factory=bytearray)
     events: int = 0
+    since: float = field(default_factory=time.monotonic)
 
 
 @final
@@ -38,6 +42,7 @@ class Pump:
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
         self._ends: set[_End] = set()
+        self._silent: dict[_End, None] = {}  # the other ends that have not answered, the oldest first
         self._todo: list[tuple[_End, _End] | str] = []
         self._lock = threading.Lock()
         self._is_closed = False
@@ -47,7 +52,10 @@ class Pump:
         self._thread.start()
 
     def add(self, one: socket.socket, another: socket.socket, owner: str = "") -> None:
-        """Carry bytes between two connections, until one ends or their owner does."""
+        """Carry bytes between two connections, until one ends or their owner does.
+
+        The second one has a moment to answer where many pairs wait for an answer.
+        """
         left, right = _End(one, owner), _End(another, owner)
         left.other, right.other = right, left
         for end in (one, another):
@@ -92,8 +100,14 @@ class Pump:
                     self._drop(end)
                 continue
             self._ends.update(what)
+            self._silent[what[1]] = None
             for end in what:
                 self._listen(end)
+        while len(self._silent) > _MOST_SILENT:
+            oldest = next(iter(self._silent))
+            if oldest.since + _PATIENCE > time.monotonic():
+                break
+            self._drop(oldest)
 
     def _move(self, end: _End, mask: int) -> None:
         other = end.other
@@ -104,6 +118,7 @@ class Pump:
                 if not data:
                     self._drop(end)
                     return
+                self._silent.pop(end, None)
                 other.waiting += data
                 self._write(other)
             if mask & selectors.EVENT_WRITE:
@@ -137,6 +152,7 @@ class Pump:
     def _drop(self, end: _End) -> None:
         for each in (end, end.other):
             assert each is not None
+            self._silent.pop(each, None)
             if each in self._ends:
                 self._ends.discard(each)
                 if each.events:
