@@ -67,6 +67,7 @@ def main() -> int:
         parser.add_argument(f"--{name}", choices=possible, nargs="+", default=possible)
     parser.add_argument("--lines", type=Path, default=LINES, help="the file that the lines are kept in")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and end the processes of the cell
     kept = [json.loads(each) for each in given.lines.open()] if given.lines.exists() else []
     is_right = True
     for launcher, phase, target, name in itertools.product(
