@@ -269,7 +269,7 @@ def _signals() -> str:
         saved = f"step {line['saved']} of {line['made']}" if line["made"] else "no step made"
         text = f"{line['code']}, {saved}, {line['seconds']:.1f} s" + ("" if line["right"] else " **wrong**")
         found.setdefault((line["launcher"], line["phase"], line["target"]), {})[line["signal"]] = text
-    names = list(dict.fromkeys(name for cells in found.values() for name in cells))
+    names = ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"]
     rows = [[f"`{launcher}`", *place, *map(cells.get, names)] for (launcher, *place), cells in found.items()]
     return _table(["launcher", "phase", "sent to", *names], [[each or "" for each in row] for row in rows])
 

@@ -65,9 +65,10 @@ def main() -> int:
     every = {"signal": SIGNALS, "target": TARGETS, "phase": PHASES, "launcher": LAUNCHERS}
     for name, possible in every.items():
         parser.add_argument(f"--{name}", choices=possible, nargs="+", default=possible)
-    parser.add_argument("--dry", action="store_true", help="print the lines only")
+    parser.add_argument("--lines", type=Path, default=LINES, help="the file that the lines are kept in")
     given = parser.parse_args()
-    kept = [] if given.dry or not LINES.exists() else [json.loads(each) for each in LINES.open()]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and end the processes of the cell
+    kept = [json.loads(each) for each in given.lines.open()] if given.lines.exists() else []
     is_right = True
     for launcher, phase, target, name in itertools.product(
         given.launcher, given.phase, given.target, given.signal
@@ -76,9 +77,8 @@ def main() -> int:
         line = {**cell, **become_of(launcher, phase, target, name)}
         print(json.dumps(line), flush=True)
         is_right &= line["right"]
-        if not given.dry:
-            kept = [each for each in kept if any(each[key] != cell[key] for key in cell)] + [line]
-            LINES.write_text("".join(json.dumps(each) + "\n" for each in kept), encoding="utf-8")
+        kept = [each for each in kept if any(each[key] != cell[key] for key in cell)] + [line]
+        given.lines.write_text("".join(json.dumps(each) + "\n" for each in kept), encoding="utf-8")
     return 0 if is_right else 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
 
@@ -217,8 +218,7 @@ class Execution:
         """
         self._compiling.begin_step()
         try:
-            changes = self._membership is not None and self._membership.is_due
-            self._make_step(stop=changes or stop.received is not None)
+            self._make_step(stop=lambda: self._has_to_stop(stop))
             return self._compiling.stepped(self._trainer.step_count)
         except TrainingError:
             with contextlib.suppress(CheckpointError):
@@ -239,7 +239,11 @@ class Execution:
                 ) from error
             raise
 
-    def _make_step(self, *, stop: bool) -> None:
+    def _has_to_stop(self, stop: StopSignal) -> bool:
+        """Return whether this rank is asked to stop, or the members change."""
+        return stop.received is not None or (self._membership is not None and self._membership.is_due)
+
+    def _make_step(self, *, stop: Callable[[], bool]) -> None:
         trainer = self._trainer
         number = trainer.step_count + 1
         memory = self._memory.step(trainer.parallel, trainer.optimizer, number)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import repeat
@@ -22,7 +22,10 @@ from shoal.train.inputs import Inputs
 from shoal.train.micro_batch import MicroBatch, Reader
 from shoal.train.weight import Weights, nothing_of
 
-__all__ = ["Passed", "Passes"]
+__all__ = ["Asked", "Passed", "Passes"]
+
+Asked = bool | Callable[[], bool]
+"""Whether a rank is asked to stop, or a function that returns it."""
 
 
 @dataclass(slots=True)
@@ -92,12 +95,12 @@ class Passes:
         self._follows: int | None = None  # position after the last batch
         parallel.set_micro_batches(self._count)
 
-    def run(self, position: int, *, stop: bool, counted_over: Axis | None = None) -> Passed:
+    def run(self, position: int, *, stop: Asked, counted_over: Axis | None = None) -> Passed:
         """Leave the gradient of a batch at the ranks' owned parameters.
 
         Args:
             position: Position of the batch's first sample in all data.
-            stop: Whether this rank was asked to stop.
+            stop: Whether this rank was asked to stop, or a function that returns it late in the step.
             counted_over: The ranks over whose elements that count the loss is a mean; by default those whose
                 gradients are averaged here.
         """
@@ -168,7 +171,7 @@ class Passes:
         weights: Weights | None,
         passed: Passed,
         position: int,
-        stop: bool,
+        stop: Asked,
     ) -> torch.Tensor:
         """Run one micro-batch after another; return the sum over ranks of loss and stop."""
         sent: list[tuple[torch.Tensor, Pending]] = []
@@ -180,7 +183,7 @@ class Passes:
 
         def report(loss: torch.Tensor) -> None:
             """Send the report beside the last backward, so that it has arrived when that ends."""
-            told = torch.stack([loss, torch.full_like(loss, float(stop))])
+            told = torch.stack([loss, torch.full_like(loss, _is_asked(stop))])
             sent.append((told, self._parallel.axes.in_step.all_reduce(told, "report")))
 
         forwards = (
@@ -205,7 +208,7 @@ class Passes:
         weights: Weights | None,
         passed: Passed,
         position: int,
-        stop: bool,
+        stop: Asked,
     ) -> torch.Tensor:
         """Run forwards and backwards in the schedule's order; return the sum over ranks of loss and stop."""
 
@@ -222,7 +225,7 @@ class Passes:
         loss = self._parallel.forward_backward(
             pairs(), self._count, loss_of, partial(self._set_dropout, position)
         )
-        report = torch.stack([loss, torch.full_like(loss, float(stop))])
+        report = torch.stack([loss, torch.full_like(loss, _is_asked(stop))])
         self._parallel.axes.in_step.all_reduce(report, "report").wait()
         return report
 
@@ -246,6 +249,10 @@ class Passes:
         first = self._loader.start(position, number, dp.index, dp.size, self._microbatch, self._shares)
         samples = torch.arange(first, first + self._microbatch, device=self._device)
         self._parallel.set_dropout(self._loader.seed, samples, inputs)
+
+
+def _is_asked(stop: Asked) -> bool:
+    return stop() if callable(stop) else stop
 
 
 def _joined(first: list[MicroBatch], rest: Iterator[MicroBatch]) -> Iterator[MicroBatch]:

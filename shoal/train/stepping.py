@@ -12,7 +12,7 @@ from shoal.record import Recorder
 from shoal.timeline import Kind
 from shoal.train.buffers import ChangingBuffers
 from shoal.train.learning_rate import RateCourse
-from shoal.train.passes import Passed, Passes
+from shoal.train.passes import Asked, Passed, Passes
 from shoal.train.update import Update
 from shoal.train.workers import Progress, Turn, Workers
 
@@ -67,13 +67,13 @@ class Stepping:
     replicas: Replicas
     synchronises_buffers: bool
 
-    def make(self, steps: int, position: int, *, stop: bool = False) -> Made:
+    def make(self, steps: int, position: int, *, stop: Asked = False) -> Made:
         """Make a step, or leave weights as they are if its loss or its gradient is not finite.
 
         Args:
             steps: Steps of the training before it.
             position: Position of its first sample in all data.
-            stop: Whether this rank was asked to stop.
+            stop: Whether this rank was asked to stop, or a function that returns it late in the step.
 
         Raises:
             ReplicaError: Replicas hold different bits; see `Replicas`.

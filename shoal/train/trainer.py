@@ -37,7 +37,7 @@ from shoal.train.listeners import Listeners
 from shoal.train.micro_batch import Counted, Loss, Reader
 from shoal.train.not_finite import Explainer, Skips, Unsettled
 from shoal.train.optimizer import OptimizerFactory, build_optimizer
-from shoal.train.passes import Passes
+from shoal.train.passes import Asked, Passes
 from shoal.train.randomness import begin_anew
 from shoal.train.result import StepResult
 from shoal.train.run_record import RunRecord
@@ -225,7 +225,7 @@ class Trainer:
         """All ranks, as checkpoints need them."""
         return ProcessGroupCoordinator() if dist.is_initialized() else SingleProcess()
 
-    def step(self, *, stop: bool = False) -> StepResult:
+    def step(self, *, stop: Asked = False) -> StepResult:
         """Make one optimizer step, or skip it if its loss or its gradient is not finite.
 
         On a GPU it returns while the device computes: the values of the step before are read meanwhile, and
@@ -233,7 +233,7 @@ class Trainer:
         optimizer that cannot skip a step on the device, a step's own values are read before it returns.
 
         Args:
-            stop: Whether this rank was asked to stop; the result tells all ranks.
+            stop: Whether this rank was asked to stop, or a function that returns it; the result tells all.
 
         Raises:
             TrainingError: More steps in a row were skipped than `optimizer.skip` allows. The step counts as

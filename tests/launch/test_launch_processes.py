@@ -51,6 +51,7 @@ def programs(tmp_path_factory, tiny_run):
         "killed": start(tmp_path_factory.mktemp("killed"), tiny_run, "--set", "checkpoint.every=2"),
         "raises": start(tmp_path_factory.mktemp("raises"), tiny_run, "--set", "model=failing:Model"),
         "frozen": start(tmp_path_factory.mktemp("frozen"), tiny_run, "--set", "timeout=30"),
+        "everyone": start(tmp_path_factory.mktemp("everyone"), tiny_run),
     }
     yield started
     for program, _ in started.values():
@@ -67,6 +68,10 @@ def program(tmp_path, tiny_run):
 def state_of(process):
     """As Linux abbreviates it: T is stopped."""
     return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def parent_of(process):
+    return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def failures(program):
@@ -109,6 +114,39 @@ def test_sigterm_ends_the_step_and_saves_it_so_that_the_run_can_go_on(programs, 
     go_on = ["train", *tiny_run, "--resume", "run", "--nproc", "1", "--set", f"steps={made[-1] + 2}"]
     assert ranks.run(shoal_here, 1, go_on, run.path.parent) == [0]
     assert [values["step"] for values in run.metrics()] == list(range(1, made[-1] + 3))
+
+
+def test_a_signal_to_every_process_of_a_run_is_one_signal_and_saves(programs):
+    program, run = programs["everyone"]
+    program.wait_until(lambda: steps_made(run.path) > 2)
+    assert len(program.commands()) == 4  # the launcher, the one that ranks are forked from, and two ranks
+    for process in program.commands():
+        os.kill(process, signal.SIGINT)  # the ranks get it from the launcher too, which is no second Ctrl-C
+    assert program.end() == EXIT_STOPPED
+    assert program.leaves_no_process()
+    assert step_of(checkpoints(run.checkpoints)[0]) == run.metrics()[-1]["step"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("nproc", "code"), [("2", 1), ("1:2", EXIT_STOPPED)])
+def test_the_loss_of_the_process_that_ranks_are_forked_from_is_named(tmp_path, tiny_run, nproc, code):
+    program, run = start(tmp_path, tiny_run, "--nproc", nproc)
+    try:
+        program.wait_until(lambda: steps_made(run.path) > 2)
+        (server,) = {parent_of(rank) for rank in program.ranks().values()}
+        os.kill(server, signal.SIGKILL)
+        if code == EXIT_STOPPED:  # the ranks start as programs, and go on
+            made = steps_made(run.path)
+            program.wait_until(lambda: steps_made(run.path) > made + 2)
+            program.signal(signal.SIGTERM)
+        assert program.end() == code
+        first = failures(program)[0]
+        assert (
+            first == f"shoal: the process that ranks are forked from ({server}) was ended by SIGKILL, and "
+            "its ranks with it"
+        )
+    finally:
+        program.kill()
 
 
 def test_a_rank_that_is_killed_is_named_and_not_the_one_that_lost_it(programs):

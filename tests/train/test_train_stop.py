@@ -13,6 +13,7 @@ from train_stand_ins import NumberedSamples, make_trainer, weights
 
 from shoal.checkpoint import ProcessGroupCoordinator, checkpoints, step_of
 from shoal.launch import EXIT_STOPPED, StopSignal
+from shoal.models import next_token_loss
 from shoal.parallel.communication import Axis
 from shoal.record import NullRecorder
 from shoal.run import Run
@@ -153,3 +154,21 @@ def test_compilers_do_not_get_the_signals_of_a_rank():
     masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, ()))
     compiling.close()
     assert [signal.SIGTERM in mask for mask in masks] == [True, False]
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "pp=2,microbatch=4"])
+def test_a_signal_within_a_step_such_as_while_torch_compiles_stops_training_after_that_step(ranks, plan):
+    assert ranks.run(told_within_a_step, 2, plan) == [True] * 2
+
+
+def told_within_a_step(plan):
+    asked = []
+
+    def loss(output, targets):
+        asked.append(None)  # the signal comes within the first forward
+        return next_token_loss(output, targets)
+
+    trainer = make_trainer(plan, loss=loss)
+    is_told = bool(trainer.step(stop=lambda: bool(asked)).stop)
+    trainer.close()
+    return is_told
