@@ -163,23 +163,23 @@ def test_without_the_host_that_leads_the_run_ends_with_the_cause(programs, tmp_p
 OLDER = """
 import sys
 import shoal.launch.follow
-shoal.launch.follow.release = lambda: "0.0.9"
+sys.modules["shoal.launch.follow"].release = lambda: "0.0.9"
 from shoal.cli.main import main
 sys.exit(main())
 """
 
 
-def test_who_cannot_train_with_the_others_is_told_why_and_who_comes_first_waits(
+def test_who_cannot_train_with_the_others_is_told_why_and_who_lacks_the_token_waits(
     programs, tmp_path, tiny_run, unbroken
 ):
     at = f"127.0.0.1:{free_port()}"
     (tmp_path / "older_at_home.py").write_text(OLDER)
     with Cluster(programs, tmp_path, tiny_run, "2") as cluster:
-        token = tmp_path / "not there yet"
-        early = cluster.start(at, SHOAL_TOKEN_FILE=str(token))
-        early.wait_for(f"waits for the host that leads, at {at}, up to 300 s: there is no {token}")
         first = cluster.start(at)
         first.wait_for("this host leads")
+        token = tmp_path / "not there yet"
+        second = cluster.start(at, SHOAL_TOKEN_FILE=str(token))
+        second.wait_for(f"waits for the host that leads, at {at}, up to 300 s: there is no {token}")
         other_run = cluster.start(at, "--run", str(tmp_path / "two"))
         assert other_run.end() == 2
         assert (
@@ -192,7 +192,7 @@ def test_who_cannot_train_with_the_others_is_told_why_and_who_comes_first_waits(
         assert not (tmp_path / "two").exists()
         token.symlink_to(tmp_path / "token")
         cluster.go()
-        assert first.end() == early.end() == 0, cluster.told
+        assert first.end() == second.end() == 0, cluster.told
         require_equal(cluster, unbroken)
 
 
