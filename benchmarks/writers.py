@@ -5,9 +5,9 @@
 
 Takes root on Linux. Each case starts two commands `shoal train` of a small model in one run directory. A
 second host is a mount, process, and host-name namespace with another boot id, which sees the same directory.
-Locks are the system's own ("true"), refused as by a file system without them ("none"), or granted to
-everybody as by one where they do not reach another host ("lying"): a library that is loaded before the
-system's replaces `flock`.
+Locks of the run's files are the system's own ("true"), refused as by a file system without them ("none"), or
+granted to everybody as by one where they do not reach another host ("lying"): a library that is loaded before
+the system's replaces `flock`.
 
 A case is good if every checkpoint verifies, the metrics go back to an earlier step once at most, as a resume
 does, the command that trains ends with 0, and the other one with 2 and a line that says who writes the run.
@@ -45,10 +45,22 @@ CASES = {
 }
 LOCKS = ("true", "none", "lying")
 STEPS, EVERY = 300, 10
-_FLOCK = {
-    "none": "#include <errno.h>\nint flock(int f, int o) { errno = ENOLCK; return -1; }\n",
-    "lying": "int flock(int f, int o) { return 0; }\n",
+_FLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <stdio.h>
+#include <string.h>
+#include <unistd.h>
+
+int flock(int file, int operation) {
+    char name[64], path[4096] = {0};
+    snprintf(name, sizeof name, "/proc/self/fd/%d", file);
+    if (readlink(name, path, sizeof path - 1) > 0 && strstr(path, "/run/")) { ANSWER }
+    return ((int (*)(int, int))dlsym(RTLD_NEXT, "flock"))(file, operation);
 }
+"""
+_ANSWERS = {"none": "errno = ENOLCK; return -1;", "lying": "return 0;"}
 _SETTINGS = (
     *("batch=4", "sequence=64", f"steps={STEPS}"),
     *("validation.samples=8", "validation.every=0", f"checkpoint.every={EVERY}", "checkpoint.keep=1000"),
@@ -210,7 +222,8 @@ def judge(case: str, run: Path, commands: tuple[Command, Command], seconds: floa
             corrupt += 1
     steps = steps_in(run)
     back = sum(later <= before for before, later in pairwise(steps))
-    said = next(filter(None, (each.said() for each in reversed(commands))), "")
+    told = commands[0] if codes[0] == 2 else commands[1]  # who was refused, or had to wait
+    said = told.said().replace(str(run.parent), "")
     wanted = {(-9, 0)} if case in ("requeued", "restarted") else {(2, 0)} if case == "stopped" else {(0, 2)}
     if case == "at once":
         wanted = {(0, 2), (2, 0)}
@@ -251,8 +264,8 @@ def environment_for(locks: str, folder: Path) -> dict[str, str]:
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     if locks != "true":
         source, library = folder / "flock.c", folder / "flock.so"
-        source.write_text(_FLOCK[locks])
-        subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+        source.write_text(_FLOCK.replace("ANSWER", _ANSWERS[locks]))
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"], check=True)
         environment["LD_PRELOAD"] = str(library)
     return environment
 

@@ -29,7 +29,7 @@ from typing import final
 from shoal.errors import RunError
 from shoal.run.claim import Claim, claim_path, claims_in, is_alive, lock, newest_claim
 
-__all__ = ["Claiming", "Writer", "claimed", "is_written", "name_group", "require_free"]
+__all__ = ["Claiming", "Writer", "claimed", "close_all", "is_written", "name_group", "require_free"]
 
 _BEAT = 2.0  # seconds between two changes of the counter
 _LEASE = 20.0  # seconds without a change after which a process of another machine counts as ended
@@ -256,7 +256,8 @@ def _refusal(found: Claim, name: str) -> RunError:
     )
 
 
-def _close_all() -> None:
+def close_all() -> None:
+    """Give up all directories of this process, as at its end."""
     for writer in list(_claims.values()):
         writer.close()
 
@@ -269,7 +270,7 @@ def _forget_all() -> None:
     _claims.clear()
 
 
-atexit.register(_close_all)
+atexit.register(close_all)
 os.register_at_fork(after_in_child=_forget_all)
 
 

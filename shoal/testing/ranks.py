@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from shoal.errors import WorkerError
 from shoal.launch import has_accelerators
+from shoal.run.writer import close_all
 
 __all__ = ["RankPool", "run_ranks"]
 
@@ -167,4 +168,5 @@ def _serve(connection: Connection, backend: str, threads: int) -> None:
             return
         if dist.is_initialized():
             dist.destroy_process_group()
+        close_all()  # another program may save where this one has
         connection.send((0.0, "", result))

@@ -98,7 +98,7 @@ def saved_beside(plan: str, folder: Path) -> tuple[list[str], Path | None]:
         shoal.save(folder / "waits", parallel, optimizer, step=first, words=[first])
         saves.save(step=first, words=[first])
     steps(parallel, optimizer, 2, STEPS)
-    return [path.name for path in sorted((folder / "waits").iterdir())], saves.finish()
+    return [path.name for path in sorted((folder / "waits").glob("step-*"))], saves.finish()
 
 
 def batch_norms(plan: str, folder: Path) -> tuple[list[float], list[float]]:

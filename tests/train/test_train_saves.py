@@ -130,7 +130,7 @@ class Told:
 
     def save_in_background(self, *_: Any, told: Any, **__: Any) -> Begun:
         self.saved.append(self.step_count)
-        told(SimpleNamespace(seconds=3.0, warnings=[], error=None))
+        told(SimpleNamespace(seconds=3.0, warnings=[], error=None, path=None))
         return Begun(waited=0.0, stalled=0.5)
 
 
@@ -139,7 +139,7 @@ def test_the_interval_follows_the_time_to_save_and_the_mean_time_between_failure
     trainer, said = Told(), []
     config = CheckpointConfig(every="auto", mtbf=mtbf)
     saving = Saving(trainer, config, tmp_path, {}, SingleProcess(), said.append)
-    saving.begin()
+    saving.begin(None)
     for _ in range(400):
         trainer.step_count += 1
         saving.stepped(0.1)
@@ -155,7 +155,7 @@ def test_the_interval_follows_the_failures_that_the_run_has_seen(tmp_path):
     account = SimpleNamespace(failures=4, running=3600.0)
     config = CheckpointConfig(every="auto", mtbf=24.0)
     saving = Saving(trainer, config, tmp_path, {}, SingleProcess(), said.append, lambda: account)
-    saving.begin()
+    saving.begin(None)
     for _ in range(10):
         trainer.step_count += 1
         saving.stepped(0.1)
