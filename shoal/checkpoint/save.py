@@ -231,11 +231,10 @@ class Saver:
         return target
 
     def close(self) -> None:
-        """Give up the directories that this process has saved to; a later save claims its own again."""
+        """Give up the directories that this has claimed; a later save claims its own again."""
         for claiming in self._claiming.values():
-            if (writer := claiming.made) is not None:
-                writer.close()
-        self._claiming = {}
+            claiming.close()
+        self._claiming, self._common = {}, 0
 
     def _begin(self, directory: Path, step: int) -> str:
         """Make a directory for a checkpoint; return its name, "" if it is not known yet whether one may."""

@@ -100,8 +100,8 @@ def _read(directory: Path, number: int) -> Claim:
     for _ in range(_LOOKS):
         try:
             with path.open("rb") as file:
-                told: Any = json.loads(file.read(_SIZE))
-                claim = Claim(**{**told, "number": number})
+                values: Any = json.loads(file.read(_SIZE))
+                claim = Claim(**{**values, "number": number})
                 is_copy = claim.inode != os.fstat(file.fileno()).st_ino
             return replace(claim, inode=0) if is_copy else claim
         except (ValueError, TypeError):

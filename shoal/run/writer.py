@@ -125,7 +125,7 @@ class Claiming:
 
     Args:
         directory: The directory; made if it is absent.
-        say: Told, in one line, what this waits for.
+        say: Called with one line that says what this waits for.
         name: What a person calls what is in it; by default its path.
 
     Attributes:
@@ -139,6 +139,7 @@ class Claiming:
         self._name = name or str(directory)
         self._say = say
         self.made: Writer | None = None
+        self._is_own = False  # whether this object has made it
         self._awaited: Claim | None = None
         self._until = 0.0
 
@@ -161,7 +162,7 @@ class Claiming:
                 return None
             self.made = _make(self._directory, 1 if found is None else found.number + 1)
             if self.made is not None:
-                _claims[key] = self.made
+                self._is_own, _claims[key] = True, self.made
             return self.made
 
     def wait(self) -> Writer:
@@ -169,6 +170,11 @@ class Claiming:
         while (writer := self.poll()) is None:
             pass
         return writer
+
+    def close(self) -> None:
+        """Give the directory up, unless this process had claimed it before."""
+        if self._is_own and self.made is not None:
+            self.made.close()
 
     def _is_over(self, found: Claim) -> bool:
         """Return whether a claim counts no more; if that is not known, look again after a moment."""
@@ -198,13 +204,11 @@ def claimed(directory: Path) -> Iterator[Writer]:
         RunError: Another process writes the directory.
         OSError: The directory cannot be written.
     """
-    before = _claims.get(_key(directory))
-    writer = Claiming(directory).wait()
+    claiming = Claiming(directory)
     try:
-        yield writer
+        yield claiming.wait()
     finally:
-        if writer is not before:
-            writer.close()
+        claiming.close()
 
 
 def require_free(directory: Path, name: str) -> None:

@@ -28,7 +28,7 @@ def claim_together(
     Args:
         coordinator: The ranks.
         run: The run, which the rank that acts has made.
-        say: Told, in one line, why this waits.
+        say: Called with one line that says why this waits.
         acts: Whether this rank claims; at most rank 0 does.
 
     Raises:

@@ -92,6 +92,15 @@ def test_a_process_has_one_claim_by_whatever_name(tmp_path: Path) -> None:
     assert not is_written(tmp_path / "other")
 
 
+def test_a_directory_stays_claimed_when_a_later_user_of_the_claim_closes(tmp_path: Path) -> None:
+    first, later = Claiming(tmp_path), Claiming(tmp_path)
+    assert first.wait() is later.wait()
+    later.close()
+    assert is_written(tmp_path)
+    first.close()
+    assert not is_written(tmp_path)
+
+
 def test_a_fork_has_no_part_in_the_claim(tmp_path: Path) -> None:
     writer = Claiming(tmp_path).wait()
     child = os.fork()
