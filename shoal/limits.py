@@ -25,6 +25,7 @@ __all__ = [
     "NUMBER",
     "PLAN",
     "RANKS",
+    "NotRegularError",
     "is_inside",
     "json_of",
     "open_regular",
@@ -76,17 +77,22 @@ def read_regular(path: str | Path, most: int) -> bytes:
         return _at_most(content, most)
 
 
+class NotRegularError(OSError):
+    """What is to be read is no regular file, but for example a directory or a named pipe."""
+
+
 def open_regular(path: str | Path) -> FileIO:
     """Open a file for reading, unbuffered; links are followed.
 
     Raises:
-        OSError: It cannot be read, or is no regular file: others, such as a named pipe, may never end, and
-            who opens them may wait for ever.
+        OSError: It cannot be read.
+        NotRegularError: It is no regular file: others, such as a named pipe, may never end, and who opens
+            them may wait for ever.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is no regular file", str(path))
+        raise NotRegularError(errno.EINVAL, "is no regular file", str(path))
     return FileIO(descriptor)
 
 

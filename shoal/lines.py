@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from io import BufferedReader, TextIOWrapper
 from pathlib import Path
+
+from shoal.limits import open_regular
 
 __all__ = ["LONGEST_LINE", "bounded_lines"]
 
@@ -15,8 +18,11 @@ def bounded_lines(path: Path, longest: int = LONGEST_LINE) -> Iterator[str]:
     """Yield the lines of a file; of a line that is too long only the beginning, without what follows.
 
     So a longer line ends torn, and no reader takes it for a whole one.
+
+    Raises:
+        OSError: The file cannot be read, or is no regular one.
     """
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with TextIOWrapper(BufferedReader(open_regular(path)), encoding="utf-8", errors="replace") as file:
         while line := file.readline(longest):
             yield line
             if len(line) == longest and not line.endswith("\n"):

@@ -17,9 +17,10 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from shoal.proc import boot_id
+
 __all__ = ["scratch_folder"]
 
-_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
@@ -86,7 +87,4 @@ def _remove_if_left(folder: Path) -> None:
 
 def _boot() -> str:
     """Return what this start of the machine is called; a new word where it has no name."""
-    try:
-        return _BOOT.read_text(encoding="ascii").partition("-")[0]
-    except OSError:
-        return os.urandom(4).hex()
+    return boot_id().partition("-")[0] or os.urandom(4).hex()

@@ -12,6 +12,7 @@ from importlib import import_module
 
 from shoal.cli.version import PrintVersion
 from shoal.errors import ShoalError, WorkerError
+from shoal.limits import NotRegularError
 
 __all__ = ["main"]
 
@@ -56,6 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.filename is None:
             raise
         print(f"shoal: {error.filename} may not be read or written by this user", file=sys.stderr)
+        return 2
+    except NotRegularError as error:
+        print(f"shoal: {error.filename} {error.strerror}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         if not any(map(_has_lost_reader, (1, 2))):

@@ -9,11 +9,13 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, final
 
 from shoal.diagnosis import Told, Verdict, told_by, verdict
 from shoal.errors import ShoalError
+from shoal.limits import open_regular
 from shoal.run import Account, FollowedAccount, Run
 from shoal.run.follow import FollowedFile, sampled_lines
 from shoal.run.metrics import NOT_FINITE
@@ -336,7 +338,7 @@ def _number(value: object) -> float | None:
 def _last_header(path: Path) -> dict[str, Any] | None:
     """Return the last header of a timeline file, which may be far before its newest lines."""
     at, offset, tail = -1, 0, b""
-    with path.open("rb") as file:
+    with BufferedReader(open_regular(path)) as file:
         while chunk := file.read(1 << 22):
             if (found := (tail + chunk).rfind(_HEADER)) >= 0:
                 at = offset - len(tail) + found

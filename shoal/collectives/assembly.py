@@ -7,11 +7,11 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 
 from torch.distributed.distributed_c10d import Store
 
 from shoal.errors import CollectiveError
+from shoal.proc import process_state
 
 __all__ = ["Assembly"]
 
@@ -123,7 +123,7 @@ class Assembly:
         Raises:
             CollectiveError: A rank ended, or time ran out.
         """
-        ended = [rank for rank, pid in self._processes.items() if not _is_running(pid)]
+        ended = [rank for rank, pid in self._processes.items() if not process_state(pid)]
         is_late = time.monotonic() > self._deadline
         if not ended and not is_late:
             return False
@@ -147,16 +147,3 @@ class Assembly:
 
     def _key(self, subject: str, name: object) -> str:
         return f"{self._round}/{subject}/{name}"
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        state = (
-            Path(f"/proc/{pid}/stat")
-            .read_text(encoding="utf-8", errors="replace")
-            .rpartition(")")[2]
-            .split()[0]
-        )
-    except OSError:
-        return False
-    return state not in "ZX"

@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -27,6 +26,7 @@ from shoal.collectives.interface import address_towards, find_interface_address,
 from shoal.collectives.options import Options, require_same
 from shoal.collectives.secret_file import aggregator_secret
 from shoal.errors import ConfigError
+from shoal.proc import boot_id
 
 __all__ = ["Formed", "Member", "form_group", "host_identity"]
 
@@ -81,11 +81,12 @@ def host_identity(environment: Mapping[str, str] = os.environ) -> str:
     if environment.get("SHOAL_HOST_ID"):
         return environment["SHOAL_HOST_ID"]
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         namespaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("pid", "net")]
     except OSError:
+        namespaces = []
+    if not namespaces or not boot_id():
         return f"{socket.gethostname()} {os.getpid()}"
-    return " ".join([boot, *namespaces, str(os.getuid())])
+    return " ".join([boot_id(), *namespaces, str(os.getuid())])
 
 
 def form_group(

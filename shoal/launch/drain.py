@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
+from shoal.limits import open_regular
+
 __all__ = ["Request", "Requests", "ask_to_leave"]
 
 _NAME = "requests.jsonl"
@@ -64,7 +66,7 @@ class Requests:
         if self._path is None or self._size() <= self._read:
             return []
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 file.seek(self._read)
                 whole, newline, _ = file.read(_LARGEST).rpartition(b"\n")
         except OSError:

@@ -7,7 +7,8 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
+
+from shoal.proc import process_began
 
 __all__ = ["die_with", "name_process", "process_age"]
 
@@ -36,9 +37,8 @@ def die_with(parent: int) -> None:
 def process_age() -> float:
     """Return the seconds since this process began; 0 where the system does not say."""
     try:
-        stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
-        ticks = int(stat.rpartition(")")[2].split()[19])  # since boot; before it, the program's name in ()
-        age = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    except (OSError, ValueError, IndexError, AttributeError):
+        began = int(process_began(os.getpid())) / os.sysconf("SC_CLK_TCK")
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - began
+    except (OSError, ValueError, AttributeError):
         return 0.0
     return max(0.0, age)

@@ -19,6 +19,7 @@ from shoal.errors import CommunicationError, ConfigError
 from shoal.launch.nursery import ForkedRank, Nursery
 from shoal.launch.output import NamedLines, RankLog, pass_on
 from shoal.launch.relay import Relay
+from shoal.proc import process_state
 from shoal.signals import ANSWERED, withheld_from_children
 
 __all__ = ["LAUNCHER", "LocalRanks", "Processes"]
@@ -130,7 +131,8 @@ class LocalRanks:
         if (now := time.monotonic()) >= self._looks_again:
             self._looks_again = now + _STATES
             own = {process.pid for process in self._processes.values()}
-            stopped = [rank for rank in self.running() if _state_of(self._processes[rank].pid) in "Tt"]
+            states = {rank: process_state(self._processes[rank].pid) for rank in self.running()}
+            stopped = [rank for rank, state in states.items() if state in ("T", "t")]
             self._stopped = [
                 rank for rank in stopped if _session_of_tracer(self._processes[rank].pid) not in own
             ]
@@ -235,12 +237,3 @@ def _session_of_tracer(process: int) -> int:
         tracer = int(status.partition("TracerPid:")[2].split()[0])
         return os.getsid(tracer) if tracer else 0
     return 0
-
-
-def _state_of(process: int) -> str:
-    """Return Linux's letter for the state of a process; "?" if it cannot be known."""
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return "?"
-    return stat.rpartition(")")[2].split()[0]

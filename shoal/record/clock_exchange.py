@@ -28,6 +28,7 @@ from typing import Any, Protocol, final
 
 from shoal.collectives.interface import address_towards, find_interface_address
 from shoal.errors import ConfigError
+from shoal.proc import boot_id
 from shoal.record.append import AppendFile
 from shoal.timeline.clocks import Tie, tie_line
 
@@ -62,11 +63,7 @@ def clock_name() -> str:
     """
     if os.environ.get("SHOAL_HOST_ID"):
         return os.environ["SHOAL_HOST_ID"]
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        boot = ""
-    return blake2s(f"{socket.gethostname()} {boot}".encode(), digest_size=6).hexdigest()
+    return blake2s(f"{socket.gethostname()} {boot_id()}".encode(), digest_size=6).hexdigest()
 
 
 def exchange_clocks(

@@ -13,6 +13,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from shoal.limits import open_regular
+from shoal.proc import boot_id, process_began
+
 __all__ = ["Claim", "claim_path", "claims_in", "is_alive", "lock", "newest_claim"]
 
 _NAME = re.compile(r"\.writer-([0-9]+)")
@@ -59,7 +62,7 @@ class Claim:
             _kernel(),
             _namespace(),
             process,
-            _began(process),
+            process_began(process),
             inode,
             training,
             group,
@@ -99,7 +102,7 @@ def _read(directory: Path, number: int) -> Claim:
     path = claim_path(directory, number)
     for _ in range(_LOOKS):
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 values: Any = json.loads(file.read(_SIZE))
                 claim = Claim(**{**values, "number": number})
                 is_copy = claim.inode != os.fstat(file.fileno()).st_ino
@@ -121,7 +124,7 @@ def is_alive(directory: Path, claim: Claim) -> bool | None:
     if not claim.kernel or claim.kernel != _kernel():
         return None
     if claim.inode and claim.began and claim.namespace == _namespace():
-        return _began(claim.process) == claim.began
+        return process_began(claim.process) == claim.began
     return _is_locked(claim_path(directory, claim.number))
 
 
@@ -161,22 +164,10 @@ def claim_path(directory: Path, number: int) -> Path:
 
 
 def _kernel() -> str:
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return platform.node()
+    return boot_id() or platform.node()
 
 
 def _namespace() -> str:
     with contextlib.suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return ""
-
-
-def _began(process: int) -> str:
-    """Return when a process began, by the kernel's clock; "" if it has ended, or that is not known."""
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    fields = stat.rpartition(")")[2].split()  # the program's name before it may have spaces
-    return "" if fields[0] in "ZX" else fields[19]

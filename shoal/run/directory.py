@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from shoal.errors import RunError, ShoalError, nearest
-from shoal.limits import DESCRIPTION, json_of, read_limited
+from shoal.limits import DESCRIPTION, json_of, read_regular
 from shoal.run.decisions import Decision, read_decisions
 from shoal.run.memory import MeasuredMemory, read_memory
 from shoal.run.metrics import read_metrics
@@ -146,7 +146,7 @@ class Run:
         """
         path = self.path / _DESCRIPTION
         try:
-            description = json_of(read_limited(path, DESCRIPTION))
+            description = json_of(read_regular(path, DESCRIPTION))
         except ValueError as error:
             raise ShoalError(f"{path} cannot be read: {error}") from error
         if not isinstance(description, dict):

@@ -27,6 +27,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from shoal.limits import open_regular
+
 __all__ = ["Event", "parse_events", "read_events", "write_event"]
 
 Event = dict[str, Any]
@@ -64,8 +66,8 @@ def read_events(paths: Iterable[Path]) -> list[Event]:
     """Return the events of some files in the order of their times; see `parse_events`."""
     lines: list[str] = []
     for path in paths:
-        with contextlib.suppress(OSError):
-            lines += path.read_text(encoding="utf-8", errors="replace").splitlines()
+        with contextlib.suppress(OSError), open_regular(path) as file:
+            lines += file.read().decode("utf-8", errors="replace").splitlines()
     return parse_events(lines)
 
 

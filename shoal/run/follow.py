@@ -9,8 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import final
+
+from shoal.limits import open_regular
 
 __all__ = ["FollowedFile", "sampled_lines"]
 
@@ -39,7 +42,7 @@ class FollowedFile:
     def lines(self) -> list[str]:
         """Return the lines that were completed since the last call; the newest, if there is too much."""
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 status = os.fstat(file.fileno())
                 if (
                     self._identity != (identity := (status.st_dev, status.st_ino))
@@ -65,7 +68,7 @@ class FollowedFile:
 
 def sampled_lines(path: Path, count: int) -> Iterator[str]:
     """Yield some complete lines of a file, evenly spread over its bytes; all if there are few."""
-    with contextlib.suppress(OSError), path.open("rb") as file:
+    with contextlib.suppress(OSError), BufferedReader(open_regular(path)) as file:
         size = os.fstat(file.fileno()).st_size
         before = -1
         for number in range(count):

@@ -11,11 +11,14 @@ import itertools
 import json
 import math
 from array import array
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from shoal.limits import open_regular
 
 __all__ = ["MetricsTail"]
 
@@ -78,7 +81,7 @@ class MetricsTail:
         A torn last line is left for the next time. A file that was replaced or cut is read anew.
         """
         try:
-            with self._path.open("rb") as file:
+            with BufferedReader(open_regular(self._path)) as file:
                 found = self._path.stat()
                 identity = (found.st_dev, found.st_ino)
                 if self.is_sample or identity != self._identity or found.st_size < self._read:

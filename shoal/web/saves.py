@@ -14,6 +14,7 @@ import numpy as np
 
 from shoal.cost.outlook import best_interval, seconds_between_failures
 from shoal.errors import ShoalError
+from shoal.limits import open_regular
 from shoal.web.query import Query
 from shoal.web.watched import Watched
 
@@ -88,7 +89,7 @@ def _pauses(run: Watched) -> Iterator[dict[str, Any]]:
     rank = min(restarts)
     parts = restarts[rank]
     origin = parts[0].origin.unix_ns
-    with run.run.timeline_file(rank).open("rb") as file:
+    with open_regular(run.run.timeline_file(rank)) as file:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     with data:
         for number, match in enumerate(_CHECKPOINT.finditer(data)):
@@ -163,7 +164,7 @@ def _members(path: Path) -> list[dict[str, Any]]:
 def _tail(path: Path) -> str:
     """Return the end of a text file; empty if it cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             file.seek(max(0, path.stat().st_size - _LOG_TAIL))
             return file.read(_LOG_TAIL).decode("utf-8", errors="replace")
     except OSError:

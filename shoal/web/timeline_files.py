@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ShoalError
+from shoal.limits import open_regular
 from shoal.timeline import Span, Timeline
 from shoal.timeline.clocks import OneClock, Origin, Tie, read_ties
 from shoal.timeline.lines import FORMAT, parse_span
@@ -171,7 +172,7 @@ class _File:
         return end > begin
 
     def _mapped(self) -> mmap.mmap:
-        with self.path.open("rb") as file:
+        with open_regular(self.path) as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def _header(self, data: mmap.mmap, at: int) -> Restart:

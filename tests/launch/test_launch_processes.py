@@ -13,7 +13,8 @@ from launch_stand_ins import Program, shoal, shoal_here, steps_made
 
 from shoal.checkpoint import SingleProcess, checkpoints, step_of, verify
 from shoal.launch import EXIT_STOPPED
-from shoal.launch.local_ranks import LocalRanks, _state_of
+from shoal.launch.local_ranks import LocalRanks
+from shoal.proc import process_state
 from shoal.run import Run
 
 ENDLESS = ("--set", "steps=1000000", "--set", "validation.every=0", "--set", "checkpoint.every=0")
@@ -280,7 +281,7 @@ def test_a_rank_whose_stack_another_one_reads_is_not_stopped(tmp_path):
         while not (tmp_path / "attached").exists():
             processes.listen(0.05)
             assert processes.running() == [0, 1]
-        assert _state_of(int((tmp_path / "0").read_text())) == "t"
+        assert process_state(int((tmp_path / "0").read_text())) == "t"
         assert processes.stopped() == []
         os.kill(int((tmp_path / "1").read_text()), signal.SIGSTOP)
         while processes.stopped() != [1]:
