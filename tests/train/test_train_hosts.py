@@ -88,6 +88,7 @@ def test_a_host_whose_rank_is_drained_hands_over_its_state(programs, tmp_path, t
         require_equal(cluster, unbroken)
         assert '"left"' in cluster.members
         assert '"lost"' not in cluster.members
+        assert "shoal: `shoal drain` asks rank 1 to leave\n" in first.told
 
 
 @pytest.mark.long
