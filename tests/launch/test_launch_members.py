@@ -109,7 +109,7 @@ def test_an_exit_with_the_code_of_survivors_is_told_as_a_failure(tmp_path, capsy
     assert told.count("failed") == 1
 
 
-def test_members_that_wait_for_a_group_when_the_signal_comes_form_it_and_save(tmp_path, capsys):
+def test_members_that_wait_for_a_group_when_the_signal_comes_form_it_and_save(tmp_path):
     formed = []
 
     class Waits(Scripted):
@@ -129,14 +129,14 @@ def test_members_that_wait_for_a_group_when_the_signal_comes_form_it_and_save(tm
     members = Members(processes, processes.store, tmp_path, 2, 1, None, 60.0)
     assert members.run(StopRequest(processes.signals)) == EXIT_STOPPED
     assert [each.is_broken for each in formed] == [False]
-    assert "shoal: rank 1 left; now there are 2\n" in capsys.readouterr().err
 
 
-def test_one_that_left_before_the_signal_does_not_stand_for_those_that_did_not_save(tmp_path):
+def test_one_that_left_before_the_signal_does_not_stand_for_those_that_did_not_save(tmp_path, capsys):
     lines = [{}, {1: EXIT_STOPPED}, {}, signal.SIGTERM, {0: KILL, 2: KILL}]
     with pytest.raises(WorkerError) as caught:
         run(tmp_path, lines)
     assert caught.value.exit_code != EXIT_STOPPED
+    assert "shoal: rank 1 left; now there are 2\n" in capsys.readouterr().err
 
 
 def test_a_rank_that_had_made_no_step_does_not_stand_for_those_that_did_not_save(tmp_path):
