@@ -333,7 +333,7 @@ class Members:
         else:
             self._restarts -= 1
             self._is_due = self._is_broken = self._has_waited = True
-            _say("the ranks have lost each other, and form a group again")
+            _say(f"the ranks have lost each other, and form a group again{self._causes.new_hang()}")
 
     def _part(self, host: Host, other: Host) -> None:
         """Leave out a host that cannot reach another one, if enough ranks are left."""
