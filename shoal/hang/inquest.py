@@ -155,8 +155,8 @@ def _process(pid: int, pages: Pages | None) -> Process | None:
 def _found(
     peer: Peer, host: str, pages: Pages | None, process: Process | None, share: float, python: str
 ) -> _Found:
-    frames = read_stacks(python).get(pages.main_thread, []) if pages is not None else []
-    frames = without_inquest(frames)
+    stacks = read_stacks(python) if pages is not None else {}
+    frames = without_inquest(stacks.get(pages.main_thread, [])) if pages is not None else []
     silent = time.monotonic() - pages.pulse if pages is not None else 0.0
     place = place_of(
         process,
