@@ -69,6 +69,8 @@ def main() -> int:
     parser.add_argument("--new", action="store_true", help="leave out cells that are kept")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and end the processes of the cell
+    for ignored in (signal.SIGINT, signal.SIGHUP):  # by a shell that starts this in the background, or nohup
+        signal.signal(ignored, signal.SIG_DFL)
     kept = [json.loads(each) for each in given.lines.open()] if given.lines.exists() else []
     is_right = True
     for launcher, phase, target, name in itertools.product(
