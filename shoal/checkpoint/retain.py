@@ -27,8 +27,9 @@ def retain(
     """Delete the oldest checkpoints, so that `keep` stay; all ranks call this together.
 
     At least one checkpoint that stays is known to be sound before any is deleted: it is `sound`, or it is
-    verified. If none of the newest `keep` is
-    sound, the newest sound one among the older stays too. If none is sound, none is deleted.
+    verified. `sound` stays though `keep` others may have higher steps, as after a return to an earlier step.
+    If none of the newest `keep` is sound, the newest sound one among the older stays too. If none is sound,
+    none is deleted.
 
     Args:
         directory: The directory of checkpoints.
@@ -53,10 +54,10 @@ def retain(
         )
     purpose = f"cannot delete old checkpoints in {directory}"
     found = attempt_on_rank_zero(coordinator, purpose, lambda: _list_and_sweep(directory, files))
-    kept, surplus = found[:keep], found[keep:]
+    kept, surplus = found[:keep], [path for path in found[keep:] if path != sound]
     if not surplus:
         return []
-    if sound not in kept and newest_verified(kept, coordinator, say) is None:
+    if sound not in found and newest_verified(kept, coordinator, say) is None:
         survivor = newest_verified(surplus, coordinator, say)
         surplus = [path for path in surplus if path != survivor] if survivor is not None else []
     attempt_on_rank_zero(coordinator, purpose, lambda: _delete(directory, surplus, files))
@@ -67,7 +68,7 @@ def _list_and_sweep(directory: Path, files: FileSystem) -> list[Path]:
     found = checkpoints(directory)
     if found:
         with claimed(directory) as writer:
-            sweep(directory, files, writer.number)
+            sweep(directory, files, writer.number, writer.begun)
     return found
 
 
