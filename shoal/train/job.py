@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping
@@ -14,7 +15,7 @@ import torch
 from shoal.checkpoint import SingleProcess, Store, checkpoints, newest_verified, step_of
 from shoal.cluster import Cluster
 from shoal.data import AnyCorpus
-from shoal.errors import ConfigError, ModelError, RunError
+from shoal.errors import CheckpointError, ConfigError, ModelError, RunError
 from shoal.models import Transformer
 from shoal.parallel import require_documents, require_layout, require_trainable
 from shoal.plan import Plan, SettledPlan, parse_settings
@@ -296,7 +297,9 @@ def check(job: Job) -> AnyCorpus:
         corpus.samples(split, config.sequence)
     config.record.destinations().check()
     if config.checkpoint.store:
-        Store(config.checkpoint.store)
+        store = Store(config.checkpoint.store)
+        with contextlib.suppress(CheckpointError):  # a store that cannot be read now may take copies later
+            store.require_free_for(job.path if job.goes_on else None)
     model = shape_of(config)
     require_classes(config, model)
     require_trainable(model)

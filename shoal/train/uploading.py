@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import final
 
 from shoal.checkpoint import Store
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, RunError
 from shoal.train.config import CheckpointConfig
 
 __all__ = ["Uploading"]
@@ -51,7 +51,7 @@ class Uploading:
             return
         try:
             self._store.put(checkpoint, self._keep)
-        except CheckpointError as error:
+        except (CheckpointError, RunError) as error:
             self._say(
                 f"warning: {checkpoint.name} was not copied to {self._store.url}, training goes on: {error}"
             )
