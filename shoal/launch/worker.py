@@ -44,6 +44,7 @@ class StopSignal:
     Attributes:
         received: The signal that came last; None if none did.
         has_step: Whether the work has made a step, which would be lost; the work sets it.
+        is_done: Whether all is made and saved, so that a signal has nothing to ask for; the work sets it.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class StopSignal:
         same: float = 0.0,
     ) -> None:
         self.received: signal.Signals | None = None
-        self.has_step = False
+        self.has_step = self.is_done = False
         self._grace = grace
         self._end = end
         self._same_until, self._same = -math.inf, same
@@ -104,6 +105,8 @@ class StopSignal:
 
     def _give_up(self) -> None:
         assert self.received is not None
+        if self.is_done:
+            return
         print(
             f"shoal: ended by {self.received.name}: the step and the save took longer than the grace of "
             f"{self._grace:g} s",

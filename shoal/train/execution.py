@@ -174,6 +174,7 @@ class Execution:
             self._recorder.close()  # the summary reads the timelines of all ranks
             self._trainer.close()
             self._meet()
+            stop.is_done = True
             if self._is_first:
                 self._live.say("")
                 with contextlib.suppress(OSError):  # all is saved: only its reader is gone

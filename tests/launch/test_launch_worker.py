@@ -87,6 +87,26 @@ def test_sighup_stays_ignored_under_nohup():
     assert run_rank(0, work) == 0
 
 
+DONE = """
+import os, signal, sys, time
+from shoal.launch import run_rank
+
+def work(stop):
+    stop.heed()
+    stop.is_done = len(sys.argv) > 1
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(1)  # copies the last checkpoint
+    return 0
+
+raise SystemExit(run_rank(0, work, grace=0.01))
+"""
+
+
+@pytest.mark.parametrize(("words", "code"), [([], 130), (["done"], 0)])
+def test_a_grace_ends_only_what_is_not_saved(words, code):
+    assert subprocess.run([sys.executable, "-c", DONE, *words]).returncode == code
+
+
 TWICE = """
 import os, signal, time
 from shoal.launch import run_rank
