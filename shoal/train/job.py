@@ -19,7 +19,7 @@ from shoal.errors import CheckpointError, ConfigError, ModelError, RunError
 from shoal.models import Transformer
 from shoal.parallel import require_documents, require_layout, require_trainable
 from shoal.plan import Plan, SettledPlan, parse_settings
-from shoal.run import Run, default_path
+from shoal.run import Run, default_path, is_free
 from shoal.simulate import recorded_cluster
 from shoal.train.automatic import AUTOMATIC, PassedOver, Resolved, choose_plan
 from shoal.train.classes import prepared, require_classes, require_data_parallel
@@ -232,7 +232,7 @@ def choose_path(directory: Path | None, resume: Resume | None, config: TrainConf
             )
         return resume.run.path
     path = directory if directory is not None else default_path("runs", Path(config.model).name)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if not is_free(path):
         raise RunError(
             f"{path} exists already, and a run is never overwritten",
             possible="a path that does not exist yet, or an empty directory",
