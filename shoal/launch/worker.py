@@ -17,6 +17,7 @@ from shoal.launch.kernel import die_with, name_process
 from shoal.launch.launcher import OUTCOMES
 from shoal.launch.local_ranks import LAUNCHER
 from shoal.launch.outcome import EXIT_STOPPED, Outcome
+from shoal.launch.stopping import SAME
 from shoal.signals import STOPS, stopped_early, take_signals
 
 __all__ = ["StopSignal", "run_rank"]
@@ -24,8 +25,6 @@ __all__ = ["StopSignal", "run_rank"]
 
 _OF_GRACE = 0.9  # share of the grace after which a process that has not saved ends; the rest is for its end
 _NOT_SAVED = 130  # exit code of a process that was stopped before it saved
-_LAUNCHED = {"RANK", "SLURM_STEP_NUM_TASKS"}  # environment variables that launchers set
-_SAME = 1.0  # seconds after a signal in which another launcher may pass on the same one
 
 
 class StopSignal:
@@ -178,8 +177,7 @@ def run_rank(
         os._exit(early)
 
     # Shoal's launcher decides what another Ctrl-C means; another one may send what all processes got already.
-    same = math.inf if folder is not None else _SAME if _LAUNCHED & os.environ.keys() else 0.0
-    stop = StopSignal(grace, end, same)
+    stop = StopSignal(grace, end, SAME if folder is None else math.inf)
     try:
         outcome = Outcome(rank=rank, exit_code=work(stop))
     except BaseException as error:
