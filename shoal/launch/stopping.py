@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from types import FrameType
@@ -80,7 +81,16 @@ class StopRequest:
 
 
 def _stop_until_continued(processes: Processes) -> None:
-    """Stop the ranks and this process after Ctrl-Z; they continue together."""
+    """Stop the ranks and this process after Ctrl-Z; they continue together.
+
+    The clocks of collectives go on meanwhile.
+    """
+    print(
+        "shoal: stopped. Continue (fg) sooner than `timeout`, 600 s by default: after that the ranks give "
+        "each other up, and the run goes on from its last checkpoint with --resume",
+        file=sys.stderr,
+        flush=True,
+    )
     processes.signal(signal.SIGSTOP)
     os.kill(os.getpid(), signal.SIGSTOP)
     processes.signal(signal.SIGCONT)

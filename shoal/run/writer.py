@@ -43,11 +43,13 @@ class Writer:
     Attributes:
         directory: The directory.
         begun: Names in the directory that this process is writing now: no leftovers of an earlier one.
+        read: Names in the directory that this process reads now, which stay until it has.
     """
 
     def __init__(self, directory: Path, descriptor: int, claim: Claim) -> None:
         self.directory = directory
         self.begun: set[str] = set()
+        self.read: set[str] = set()
         self._descriptor = descriptor
         self._claim = claim
         self._is_closed = threading.Event()

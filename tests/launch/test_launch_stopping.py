@@ -44,3 +44,14 @@ def test_a_second_ctrl_c_means_now(monkeypatch, first, pause, second, is_now):
         clock[0] += pause
     assert (stop.signal, stop.is_now) == (first, is_now)
     assert processes.sent == [first, second]
+
+
+def test_ctrl_z_stops_all_until_they_continue_and_tells_how_long_that_may_be(monkeypatch, capsys):
+    processes = Processes()
+    stopped = []
+    monkeypatch.setattr("shoal.launch.stopping.os.kill", lambda process, number: stopped.append(number))
+    stop = StopRequest([signal.SIGTSTP])
+    stop.pass_on(processes)
+    assert (processes.sent, stopped) == ([signal.SIGSTOP, signal.SIGCONT], [signal.SIGSTOP])
+    assert "sooner than `timeout`" in capsys.readouterr().err
+    assert stop.signal is None
