@@ -27,7 +27,7 @@ from shoal.launch.lost_group import LostGroup
 from shoal.launch.membership import AFTER
 from shoal.launch.outcome import EXIT_STOPPED
 from shoal.launch.roster import Roster
-from shoal.launch.stopping import StopRequest
+from shoal.launch.stopping import SAVE, StopRequest
 from shoal.launch.survivors import Survivors
 from shoal.run import write_event
 
@@ -410,7 +410,8 @@ class Members:
 
     def _wait_for_copies(self, stop: StopRequest) -> None:
         """Wait, once all steps are made, for members that still copy the last checkpoint or send values."""
-        while not (stop.is_late or stop.is_now):
+        until = time.monotonic() + SAVE
+        while not (stop.is_late or stop.is_now) and time.monotonic() < until:
             left = self._grouped - self._starting - set(self._processes.stopped())
             if left.isdisjoint(self._processes.running()):
                 return
