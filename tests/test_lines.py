@@ -1,10 +1,12 @@
 """Lines in bounded memory: a line that is too long is cut, and the lines after it are read."""
 
 import json
+import os
 import tracemalloc
 
 import pytest
 
+from shoal.cli.main import main
 from shoal.errors import ShoalError
 from shoal.lines import LONGEST_LINE, bounded_lines
 from shoal.run import Run, read_metrics
@@ -50,3 +52,15 @@ def test_nested_lines_are_torn_lines(tmp_path):
     run = Run.create(tmp_path / "run", {})
     run.metrics_file.write_text("[" * 100_000 + "\n" + '{"step":3}\n')
     assert [values["step"] for values in run.metrics()] == [3]
+
+
+@pytest.mark.parametrize("name", ["run.json", "metrics.jsonl", "events.jsonl", "timeline/rank-00000.jsonl"])
+def test_a_pipe_in_the_place_of_a_file_of_a_run_blocks_no_reader(tmp_path, capsys, name):
+    run = Run.create(tmp_path / "run", {"config": {}})
+    for path in (run.metrics_file, run.timeline_file(0)):
+        path.touch()
+    (run.path / name).unlink(missing_ok=True)
+    os.mkfifo(run.path / name)
+    for command in (["report"], ["watch", "--once"]):
+        assert main([*command, str(run.path)]) in (0, 2)
+    assert "Traceback" not in capsys.readouterr().err

@@ -7,9 +7,10 @@ import ipaddress
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ConfigError, PlanError
 from shoal.scratch import scratch_folder
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["add_arguments", "given_run", "run_on_hosts"]
 
 _PORT = 29500  # torchrun's
+_MOST_GIVEN = 1 << 15  # characters of settings that are compared: a link's first message is short
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,12 +43,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_on_hosts(
-    args: argparse.Namespace, job_for: Callable[[int], Job], least: int | None, nursery: Nursery | None
+    args: argparse.Namespace,
+    settings: Sequence[str],
+    job_for: Callable[[int], Job],
+    least: int | None,
+    nursery: Nursery | None,
 ) -> int:
     """Train on several hosts: lead them if this one has the rendezvous address, else follow.
 
     Args:
         args: The command line.
+        settings: The settings that it gives, as for `load_config`.
         job_for: Returns the job for so many ranks, which is checked.
         least: Number of ranks on a host with which the training goes on; None for all.
         nursery: The Nursery that ranks are forked from; None to start a program for each.
@@ -57,12 +64,14 @@ def run_on_hosts(
         CommunicationError: Other hosts did not come, or the host that leads is gone.
     """
     from shoal.launch import follow, lead, open_meeting
-    from shoal.train import FOLDER, memory_folder, nothing_left_to_do
+    from shoal.train import FOLDER, memory_folder, nothing_left_to_do, settings_of
 
     address = _address(args)
     _require_common(address, args.nodes, _number_of_hosts(args)[1])
     listening = open_meeting(address)
     meeting = _meeting(args, address, leads=listening is not None)
+    if listening is None:
+        meeting = replace(meeting, settings=_given(args, settings))
     with memory_folder() as folder, scratch_folder() as scratch:
         given = {} if folder is None else {FOLDER: str(folder)}
         if listening is None:
@@ -73,6 +82,7 @@ def run_on_hosts(
             if text := nothing_left_to_do(job):
                 print(text, file=sys.stderr)
                 return 0
+            meeting = replace(meeting, settings=settings_of(job.config))
             file = scratch / "job"
             file.write_bytes(encode(job))
             return lead(
@@ -89,6 +99,20 @@ def run_on_hosts(
                 memory=folder,
                 nursery=nursery,
             )
+
+
+def _given(args: argparse.Namespace, settings: Sequence[str]) -> dict[str, Any]:
+    """Return the settings that this host is given: those of the host that leads are to be the same."""
+    from shoal.train import load_config, located, settings_of, table_of
+
+    try:
+        config = located(load_config(args.config, settings))
+    except ConfigError:
+        if args.resume is None:
+            raise
+        return {}  # they may be right with those of the run
+    given = settings_of(config, table_of(args.config, settings))
+    return given if len(str(given)) < _MOST_GIVEN else {}
 
 
 def _require_elastic(args: argparse.Namespace, job: Job) -> None:

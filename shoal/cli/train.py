@@ -144,7 +144,8 @@ def _on_hosts(args: argparse.Namespace, nursery: Nursery | None) -> int:
         return job
 
     with _telling_how_to_go_on(paths), _noting_the_end(paths):
-        return run_on_hosts(args, job_for, None if elasticity is None else elasticity.least, nursery)
+        least = None if elasticity is None else elasticity.least
+        return run_on_hosts(args, _settings(args), job_for, least, nursery)
 
 
 def _is_program() -> bool:
@@ -351,6 +352,12 @@ def _advised(args: argparse.Namespace, run: Run | None) -> tuple[str, ...]:
     return best.settings
 
 
+def _settings(args: argparse.Namespace) -> list[str]:
+    """Return the settings that the command line gives, as for `load_config`."""
+    named = {"plan": args.plan, "cluster": args.cluster, "record.profile": args.profile}
+    return [*args.settings, *(f'{key}="{value}"' for key, value in named.items() if value is not None)]
+
+
 def _job(args: argparse.Namespace, ranks: int | None) -> Job:
     """Return the job of the command line, for the ranks that are there; None if ranks must be started."""
     from shoal.train import (
@@ -370,12 +377,7 @@ def _job(args: argparse.Namespace, ranks: int | None) -> Job:
     resume = find_resume(args.resume, args.directory)
     before = resume.run.description if resume is not None else {}
     advised = _advised(args, None if resume is None else resume.run)
-    named = {"plan": args.plan, "cluster": args.cluster, "record.profile": args.profile}
-    settings = [
-        *advised,
-        *args.settings,
-        *(f'{key}="{value}"' for key, value in named.items() if value is not None),
-    ]
+    settings = [*advised, *_settings(args)]
     config = located(load_config(args.config, settings, before.get("config")), before.get("config"))
     config = with_classes(config)
     if ranks is None:

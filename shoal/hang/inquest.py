@@ -21,7 +21,7 @@ from typing import final
 
 from shoal.hang.ledger import Pages
 from shoal.hang.process import Process, place_of
-from shoal.hang.stacks import frame_of, is_in_collective, native_stacks, read_stacks
+from shoal.hang.stacks import frame_of, is_in_collective, native_stacks, read_stacks, without_inquest
 from shoal.hang.state import Cause, RankState
 from shoal.hang.verdict import HangVerdict, judge
 
@@ -155,7 +155,8 @@ def _process(pid: int, pages: Pages | None) -> Process | None:
 def _found(
     peer: Peer, host: str, pages: Pages | None, process: Process | None, share: float, python: str
 ) -> _Found:
-    frames = read_stacks(python).get(pages.main_thread, []) if pages is not None else []
+    stacks = read_stacks(python) if pages is not None else {}
+    frames = without_inquest(stacks.get(pages.main_thread, [])) if pages is not None else []
     silent = time.monotonic() - pages.pulse if pages is not None else 0.0
     place = place_of(
         process,

@@ -16,7 +16,7 @@ from typing import final
 
 from shoal.signals import withheld_from_children
 
-__all__ = ["Frame", "frame_of", "is_in_collective", "native_stacks", "read_stacks"]
+__all__ = ["Frame", "frame_of", "is_in_collective", "native_stacks", "read_stacks", "without_inquest"]
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)[^(]*\(most recent call first\):")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -65,6 +65,12 @@ def frame_of(frames: Sequence[Frame]) -> str:
         return ""
     own = next((frame for frame in frames if not frame.is_standard), frames[0])
     return str(own) if own is frames[0] else f"{own}, which called {frames[0]}"
+
+
+def without_inquest(frames: Sequence[Frame]) -> Sequence[Frame]:
+    """Return a stack without the frames of an inquest: what the rank waited in when it began to hold it."""
+    of_inquest = [at for at, frame in enumerate(frames) if "/shoal/hang/" in frame.file]
+    return frames[of_inquest[-1] + 1 :] if of_inquest else frames
 
 
 def is_in_collective(frames: Sequence[Frame]) -> bool:

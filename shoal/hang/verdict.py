@@ -213,12 +213,14 @@ def _follows(group: GroupCalls, call: _Signature, next_call: _Signature) -> bool
 
 def _missing(states: Mapping[int, RankState], waits: Sequence[_Wait]) -> _Found | None:
     waiting = {wait.rank for wait in waits if _is_waiting(states[wait.rank])}
+    stuck = {rank for rank, state in states.items() if _waits_though_all_came(states, state)}
     # A receive may have been begun long before anybody needs it: whom collectives wait for counts first.
     collectives = [wait for wait in waits if not wait.call.is_message]
     waited_for = {rank for wait in waits for rank in wait.missing}
     free = {rank for wait in collectives for rank in wait.missing} - waiting or waited_for - waiting
-    if not waited_for:
+    if waited_for <= stuck:  # the transfer before is what all wait for
         return None
+    free -= stuck
     if not free:
         ranks = tuple(sorted(waited_for))
         told = "; ".join(
@@ -230,10 +232,21 @@ def _missing(states: Mapping[int, RankState], waits: Sequence[_Wait]) -> _Found 
     came = _did_not_come(wait, ranks)
     state = states.get(ranks[0])
     if state is None:
-        return Cause.ABSENT, ranks, f"{came}, and left no record: its process or host may be gone"
+        return Cause.ABSENT, ranks, f"{came}, and left no record here: its process or host may be gone"
     if state.place is None:
         return Cause.OUTSIDE, ranks, f"{came}: it is outside of collectives"
     return state.place.cause, ranks, f"{came}: it {state.place.text}"
+
+
+def _waits_though_all_came(states: Mapping[int, RankState], state: RankState) -> bool:
+    """Return whether a rank is known to wait, and for a collective to which every rank has come."""
+    if state.place is None or state.place.cause is not Cause.WAITS:
+        return False
+    return any(
+        not call.finished and not call.is_message and not _missing_ranks(states, key, group, call)
+        for key, group in state.groups.items()
+        for call in group.calls
+    )
 
 
 def _is_waiting(state: RankState) -> bool:
@@ -257,7 +270,7 @@ def _nobody(states: Mapping[int, RankState]) -> _Found:
     return (
         Cause.TRANSPORT,
         (),
-        f"every rank came to its collectives, and {call} of {ranks_text(sorted(waiting))} did not complete: "
+        f"{call} of {ranks_text(sorted(waiting))} did not complete, though every rank came to it: "
         "if the link is slow, `timeout` is shorter than the transfer; else look at the network, the GPUs and "
         "the kernel's log",
     )

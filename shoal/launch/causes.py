@@ -25,6 +25,7 @@ class Causes:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._given_up: dict[int, str] = {}  # members that the launcher ends, and why
+        self._told: HangVerdict | None = None
 
     def give_up(self, member: int, why: str) -> None:
         """Note why the launcher ends a member."""
@@ -73,6 +74,11 @@ class Causes:
         """Return a colon and what ranks waited for last; "" if none has found out."""
         verdict = self._newest_verdict()
         return f": {verdict.text}" if verdict is not None else ""
+
+    def new_hang(self) -> str:
+        """Return what `newest_hang` does; "" if that was returned before."""
+        before, self._told = self._told, self._newest_verdict()
+        return self.newest_hang() if self._told != before else ""
 
     def _newest_verdict(self) -> HangVerdict | None:
         files = sorted(self._folder.glob("verdict-*"), key=lambda path: path.stat().st_mtime)

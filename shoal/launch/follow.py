@@ -181,8 +181,10 @@ class _Following:
         with contextlib.ExitStack() as stack:
             stack.callback(self._close)
             folder = stack.enter_context(scratch_folder())
-            about = {"ranks": self._meeting.ranks, "run": self._meeting.run, "version": release()}
-            self._tell(kind="host", name=socket.gethostname(), port=self._gate.port, **about)
+            meeting = self._meeting
+            about = {"ranks": meeting.ranks, "run": meeting.run, "settings": dict(meeting.settings)}
+            about |= {"name": socket.gethostname(), "port": self._gate.port, "version": release()}
+            self._tell(kind="host", **about)
             while True:
                 self._wait()
                 while not self._told.empty():

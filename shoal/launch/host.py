@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import secrets
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +37,7 @@ class Host:
         port: The port of its launcher.
         run: The absolute path of the run that it was started for, if that was given.
         version: Its version of Shoal.
+        settings: The settings of the training that it was given; all of them on the host that leads.
         session: What it is called in this run, and may use the store as.
         numbers: Its ranks; empty while it stands by.
         is_begun: Whether its ranks were started.
@@ -52,6 +55,7 @@ class Host:
     port: int = 0
     run: str = ""
     version: str = field(default_factory=release)
+    settings: Mapping[str, Any] = field(default_factory=dict)
     session: str = field(default_factory=lambda: secrets.token_hex(8))
     numbers: range = range(0)
     is_begun: bool = False
@@ -83,6 +87,10 @@ class Host:
         if self.ranks != leads.ranks:
             ours = str(leads.ranks)
             return f"it has {self.ranks} ranks, and the others have {ours}: give all the same --nproc"
+        for key, value in self.settings.items():
+            if key in leads.settings and value != leads.settings[key]:
+                own, ours = json.dumps(value), json.dumps(leads.settings[key])
+                return f"it was given {key}={own}, and the host that leads {ours}: give all hosts the same"
         return ""
 
 

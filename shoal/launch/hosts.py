@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,7 @@ class Meeting:
         token: The file of the run's token.
         grace: Seconds from a signal until the system ends this process; None if it does not.
         run: The absolute path of the run, if it was given.
+        settings: The settings of the training: all of them if this host leads, else those it was given.
     """
 
     address: tuple[str, int]
@@ -62,6 +63,7 @@ class Meeting:
     token: Path
     grace: float | None = None
     run: str = ""
+    settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 def open_meeting(address: tuple[str, int]) -> socket.socket | None:
@@ -131,7 +133,8 @@ def lead(
     ):
         pump = Pump()
         address = str(listening.getsockname()[0])
-        own = Host(None, socket.gethostname(), address, meeting.ranks, run=str(run.absolute()))
+        own = Host(None, socket.gethostname(), address, meeting.ranks)
+        own.run, own.settings = str(run.absolute()), meeting.settings
         told = {"job": job.hex(), "run": str(run), "ranks": world, "resumes": resumes, "leader": own.session}
         linked = LinkedHosts(own, meeting.least, meeting.most, folder, told, pump.end)
         services = {"host": linked.join, "store": store_service(store.port, pump, linked.is_open)}

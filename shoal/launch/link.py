@@ -23,7 +23,7 @@ __all__ = ["Link", "LinkBusyError", "LinkRefusedError", "dial", "welcome"]
 
 _ENDS = b"dials", b"listens"
 _LARGEST = 1 << 26  # bytes of a message
-_LARGEST_FIRST = 1 << 12  # bytes of a link's first message
+_LARGEST_FIRST = 1 << 16  # bytes of a link's first message
 _HANDSHAKE = 5.0  # seconds
 
 

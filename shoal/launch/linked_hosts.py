@@ -259,6 +259,7 @@ class LinkedHosts:
             port=int(asked.get("port", 0)),
             run=str(asked.get("run", "")),
             version=str(asked.get("version", "an older one")),
+            settings=dict(asked.get("settings", {})),
         )
         link.limit(SILENCE)
         closes = ""

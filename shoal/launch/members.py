@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
@@ -188,7 +188,7 @@ class Members:
             self._waits_since = now
             few = f"{len(linked.hosts)} hosts are there, of at least {linked.least}"
             why = few if linked.has_quorum else "more than half of the hosts cannot be reached, and may go on"
-            print(f"shoal: {why}: training waits, at most {WAIT:g} s", file=sys.stderr, flush=True)
+            _say(f"{why}: training waits, at most {WAIT:g} s")
         return now - self._waits_since < WAIT
 
     def _note_ends(self) -> bool:
@@ -224,6 +224,7 @@ class Members:
             self._start(each)
         if gone := codes.keys() - failed.keys() - follow:
             self._note("left", gone)
+            _say(f"{_named(gone)} left; now there are {len(self._present)}")
         if not failed:
             return True
         self._is_broken |= self._is_due and not self._is_lost
@@ -231,7 +232,7 @@ class Members:
         if _WRONG_INPUT in failed.values():
             return False
         left = len(self._present) + len(follow)
-        print(f"shoal: {self._failure}; {left} go on, if they can", file=sys.stderr, flush=True)
+        _say(f"{self._failure}; {left} go on, if they can")
         self._note("lost", failed, str(self._failure))
         self._start_again(failed)
         return True
@@ -302,9 +303,8 @@ class Members:
         self._is_due = True
         if len(self._present) >= self._least:
             again = " again" if ready <= self._known else ""
-            numbers = ", ".join(map(str, sorted(ready)))
-            named = f"rank {numbers} is there" if len(ready) == 1 else f"ranks {numbers} are there"
-            print(f"shoal: {named}{again}; now there are {len(self._present)}", file=sys.stderr, flush=True)
+            there = "is there" if len(ready) == 1 else "are there"
+            _say(f"{_named(ready)} {there}{again}; now there are {len(self._present)}")
         self._known |= ready
         self._note("came", ready)
 
@@ -333,8 +333,7 @@ class Members:
         else:
             self._restarts -= 1
             self._is_due = self._is_broken = self._has_waited = True
-            text = "shoal: the ranks have lost each other, and form a group again"
-            print(text, file=sys.stderr, flush=True)
+            _say(f"the ranks have lost each other, and form a group again{self._causes.new_hang()}")
 
     def _part(self, host: Host, other: Host) -> None:
         """Leave out a host that cannot reach another one, if enough ranks are left."""
@@ -364,6 +363,8 @@ class Members:
             self._linked.leave(host)
         else:
             self._processes.signal(signal.SIGTERM, asked)
+        if asked:
+            _say(f"`shoal drain` asks {_named(asked)} to leave")
         self._asked.update(asked)
         self._note("asked", asked, refused, request.number)
 
@@ -425,3 +426,11 @@ class Members:
             there = {member: code for member, code in codes.items() if member not in self._gone}
             return self._causes.after_signal(there, self._signal.name)
         return EXIT_STOPPED  # the last members were asked to leave, one by one
+
+
+def _named(members: Collection[int]) -> str:
+    return f"rank{'s' * (len(members) > 1)} {', '.join(map(str, sorted(members)))}"
+
+
+def _say(text: str) -> None:
+    print(f"shoal: {text}", file=sys.stderr, flush=True)

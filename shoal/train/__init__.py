@@ -14,6 +14,8 @@ from shoal.train.config import (
     TrainConfig,
     ValidationConfig,
     load_config,
+    settings_of,
+    table_of,
 )
 from shoal.train.elastic_saves import FOLDER, memory_folder
 from shoal.train.execute import execute
@@ -64,5 +66,7 @@ __all__ = [
     "resolve",
     "save",
     "servers_of",
+    "settings_of",
+    "table_of",
     "with_classes",
 ]

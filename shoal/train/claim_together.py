@@ -58,18 +58,25 @@ def claim_together(
 def _require_seen(coordinator: Coordinator, run: Run, name: str) -> None:
     """Check on all ranks that they see the claim of rank 0, if it has one.
 
+    A file may be seen late on another host. The ranks hear of each other meanwhile.
+
     Raises:
         RunError: A rank does not see it.
     """
     if not (name := coordinator.all_gather_object(name)[0]):
         return
     until = time.monotonic() + _SEEN
-    while not (is_seen := (run.checkpoints / name).exists()) and time.monotonic() < until:
+    while True:
+        blind = "" if (run.checkpoints / name).exists() else platform.node()
+        told = coordinator.all_gather_object((blind, time.monotonic() > until))
+        hosts = [host for host, _ in told if host]
+        if not hosts:
+            return
+        if any(is_late for _, is_late in told):
+            break
         time.sleep(_PAUSE)
-    hosts = [host for host in coordinator.all_gather_object("" if is_seen else platform.node()) if host]
-    if hosts:
-        raise RunError(
-            f"host {hosts[0]} does not see the run {run.path.absolute()}, which another host writes",
-            possible="one directory, on a file system that all hosts have at the same path",
-            change="give --run a path on such a file system",
-        )
+    raise RunError(
+        f"host {hosts[0]} does not see the run {run.path.absolute()}, which another host writes",
+        possible="one directory, on a file system that all hosts have at the same path",
+        change="give --run a path on such a file system",
+    )

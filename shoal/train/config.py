@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -35,6 +35,8 @@ __all__ = [
     "ValidationConfig",
     "describe_config",
     "load_config",
+    "settings_of",
+    "table_of",
 ]
 
 
@@ -265,6 +267,17 @@ def load_config(
     Raises:
         ConfigError: The file cannot be read, or a key or value is wrong.
     """
+    content = table_of(file, settings, base)
+    try:
+        return TrainConfig.model_validate(content)
+    except ValidationError as error:
+        raise _config_error(error) from None
+
+
+def table_of(
+    file: Path | None = None, settings: Sequence[str] = (), base: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the table from which `load_config` builds a configuration; arguments and errors as there."""
     content: dict[str, Any] = dict(base or {})
     if file is not None:
         content = _merge(content, _read(file))
@@ -280,10 +293,26 @@ def load_config(
         for part in reversed(key.strip().split(".")):
             nested = {part: nested}
         content = _merge(content, nested)
-    try:
-        return TrainConfig.model_validate(content)
-    except ValidationError as error:
-        raise _config_error(error) from None
+    return content
+
+
+def settings_of(config: TrainConfig, only: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return settings by dotted key, with values of JSON.
+
+    Args:
+        config: The configuration.
+        only: A table of those that are asked for; None for all.
+    """
+    return dict(_flat(config.model_dump(mode="json"), only))
+
+
+def _flat(values: Any, only: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if not isinstance(values, dict):
+        yield prefix, values
+        return
+    for key, value in values.items():
+        if not isinstance(only, Mapping) or key in only:
+            yield from _flat(value, only and only[key], f"{prefix}.{key}" if prefix else key)
 
 
 def describe_config(config: TrainConfig) -> str:

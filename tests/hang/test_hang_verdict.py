@@ -113,6 +113,18 @@ def test_ranks_that_wait_for_each_other_are_a_circle() -> None:
     assert (verdict.cause, verdict.ranks) == (Cause.CIRCLE, (0, 1))
 
 
+@given(ranks=st.integers(2, 9), ahead=st.integers(1, 3))
+def test_who_waits_for_a_transfer_to_which_all_came_is_not_the_cause(ranks: int, ahead: int) -> None:
+    waits = Place(cause=Cause.WAITS, text="waits in a collective")
+    slow = Call(number=1, name="reduce_scatter", dtype="float32", bytes=1 << 24)
+    later = [reduce(number, finished=False) for number in range(2, 2 + ahead)]
+    states = [state(0, slow, *later, size=ranks, place=waits)]
+    states += [state(rank, slow, size=ranks, place=waits) for rank in range(1, ranks)]
+    verdict = judge(states)
+    assert verdict.cause is Cause.TRANSPORT
+    assert "reduce_scatter" in verdict.text
+
+
 def test_a_rank_without_a_record_and_a_slow_transport_are_told_apart() -> None:
     came = [state(rank, reduce(1), reduce(2, finished=False)) for rank in range(4)]
     assert judge(came).cause is Cause.TRANSPORT

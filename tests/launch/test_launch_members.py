@@ -131,11 +131,12 @@ def test_members_that_wait_for_a_group_when_the_signal_comes_form_it_and_save(tm
     assert [each.is_broken for each in formed] == [False]
 
 
-def test_one_that_left_before_the_signal_does_not_stand_for_those_that_did_not_save(tmp_path):
+def test_one_that_left_before_the_signal_does_not_stand_for_those_that_did_not_save(tmp_path, capsys):
     lines = [{}, {1: EXIT_STOPPED}, {}, signal.SIGTERM, {0: KILL, 2: KILL}]
     with pytest.raises(WorkerError) as caught:
         run(tmp_path, lines)
     assert caught.value.exit_code != EXIT_STOPPED
+    assert "shoal: rank 1 left; now there are 2\n" in capsys.readouterr().err
 
 
 def test_a_rank_that_had_made_no_step_does_not_stand_for_those_that_did_not_save(tmp_path):

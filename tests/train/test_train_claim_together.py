@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from rank_stand_ins import on_ranks
 
+from shoal.checkpoint import Coordinator
 from shoal.errors import RunError
 from shoal.run import Run
 from shoal.run.writer import Claiming, is_written
@@ -25,9 +26,19 @@ def test_one_rank_claims_and_all_see_it(tmp_path: Path) -> None:
 def test_a_directory_that_a_rank_does_not_see_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.train.claim_together._SEEN", 0.01)
+    monkeypatch.setattr("shoal.train.claim_together._SEEN", 0.5)
     runs = [Run.create(tmp_path / name, {}) for name in ("one", "two")]
-    errors = on_ranks(2, lambda ranks: claim_together(ranks, runs[ranks.rank], print, acts=ranks.rank == 0))
+    heard = []
+
+    def claim(ranks: Coordinator) -> object:
+        gather = ranks.all_gather_object
+        monkeypatch.setattr(
+            ranks, "all_gather_object", lambda value: heard.append(ranks.rank) or gather(value)
+        )
+        return claim_together(ranks, runs[ranks.rank], print, acts=ranks.rank == 0)
+
+    errors = on_ranks(2, claim)
+    assert heard.count(0) >= 4, "a rank that sees the run waits in one collective for one that does not"
     for rank, error in enumerate(errors):
         assert isinstance(error, RunError)
         assert f"host {platform.node()} does not see the run {runs[rank].path}" in str(error)

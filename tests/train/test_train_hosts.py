@@ -88,6 +88,7 @@ def test_a_host_whose_rank_is_drained_hands_over_its_state(programs, tmp_path, t
         require_equal(cluster, unbroken)
         assert '"left"' in cluster.members
         assert '"lost"' not in cluster.members
+        assert "shoal: `shoal drain` asks rank 1 to leave\n" in first.told
 
 
 @pytest.mark.long
@@ -188,7 +189,10 @@ def test_who_cannot_train_with_the_others_is_told_why_and_who_lacks_the_token_wa
         older = cluster.start(at, PROGRAM="older_at_home")
         assert older.end() == 2
         assert "it has Shoal 0.0.9, and the host that leads has" in older.told
-        assert first.told.count("is refused") == 2
+        other_plan = cluster.start(at, "--plan", "shard=zero3", "--set", "batch=4")
+        assert other_plan.end() == 2
+        assert 'it was given plan="shard=zero3", and the host that leads' in other_plan.told
+        assert first.told.count("is refused") == 3
         assert not (tmp_path / "two").exists()
         token.symlink_to(tmp_path / "token")
         cluster.go()
