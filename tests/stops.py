@@ -66,14 +66,19 @@ def main() -> int:
     for name, possible in every.items():
         parser.add_argument(f"--{name}", choices=possible, nargs="+", default=possible)
     parser.add_argument("--lines", type=Path, default=LINES, help="the file that the lines are kept in")
+    parser.add_argument("--new", action="store_true", help="leave out cells that are kept")
     given = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and end the processes of the cell
+    for ignored in (signal.SIGINT, signal.SIGHUP):  # by a shell that starts this in the background, or nohup
+        signal.signal(ignored, signal.SIG_DFL)
     kept = [json.loads(each) for each in given.lines.open()] if given.lines.exists() else []
     is_right = True
     for launcher, phase, target, name in itertools.product(
         given.launcher, given.phase, given.target, given.signal
     ):
         cell = {"launcher": launcher, "phase": phase, "target": target, "signal": name}
+        if given.new and any(cell.items() <= each.items() for each in kept):
+            continue
         line = {**cell, **become_of(launcher, phase, target, name)}
         print(json.dumps(line), flush=True)
         is_right &= line["right"]

@@ -15,7 +15,7 @@ one that has claimed the directory, see `shoal.run.writer`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from shoal.checkpoint.files import FileSystem, remove_tree
@@ -114,16 +114,19 @@ def delete(paths: Iterable[Path], files: FileSystem) -> None:
         remove_tree(path, files)
 
 
-def sweep(directory: Path, files: FileSystem, writer: int) -> None:
+def sweep(directory: Path, files: FileSystem, writer: int, begun: Collection[str] = ()) -> None:
     """Remove checkpoints that an earlier process left half written or half deleted.
 
     Args:
         directory: The directory of checkpoints.
         files: The FileSystem to remove them from.
         writer: Number of this process's claim on the directory; what a later one writes stays.
+        begun: Names of those that this process is writing now, which stay.
     """
     for path in sorted(directory.iterdir()):
         match = _LEFT_OVER.fullmatch(path.name)
+        if path.name in begun:  # looked at after the listing: an entry is there before its directory
+            continue
         if match and (match[2] == "deleted" or int(match[1] or 0) <= writer):
             remove_tree(path, files)
 

@@ -27,8 +27,9 @@ def retain(
     """Delete the oldest checkpoints, so that `keep` stay; all ranks call this together.
 
     At least one checkpoint that stays is known to be sound before any is deleted: it is `sound`, or it is
-    verified. If none of the newest `keep` is
-    sound, the newest sound one among the older stays too. If none is sound, none is deleted.
+    verified. `sound` stays though `keep` others may have higher steps, as after a return to an earlier step.
+    If none of the newest `keep` is sound, the newest sound one among the older stays too. If none is sound,
+    none is deleted. One that this process is copying to a store stays until a later call.
 
     Args:
         directory: The directory of checkpoints.
@@ -52,23 +53,25 @@ def retain(
             change="give the number of newest checkpoints to keep",
         )
     purpose = f"cannot delete old checkpoints in {directory}"
-    found = attempt_on_rank_zero(coordinator, purpose, lambda: _list_and_sweep(directory, files))
-    kept, surplus = found[:keep], found[keep:]
+    found, read = attempt_on_rank_zero(coordinator, purpose, lambda: _list_and_sweep(directory, files))
+    kept, surplus = found[:keep], [each for each in found[keep:] if each != sound and each.name not in read]
     if not surplus:
         return []
-    if sound not in kept and newest_verified(kept, coordinator, say) is None:
+    if sound not in found and newest_verified(kept, coordinator, say) is None:
         survivor = newest_verified(surplus, coordinator, say)
         surplus = [path for path in surplus if path != survivor] if survivor is not None else []
     attempt_on_rank_zero(coordinator, purpose, lambda: _delete(directory, surplus, files))
     return surplus
 
 
-def _list_and_sweep(directory: Path, files: FileSystem) -> list[Path]:
+def _list_and_sweep(directory: Path, files: FileSystem) -> tuple[list[Path], set[str]]:
+    """Return the checkpoints, newest first, and the names of those that this process reads now."""
     found = checkpoints(directory)
-    if found:
-        with claimed(directory) as writer:
-            sweep(directory, files, writer.number)
-    return found
+    if not found:
+        return [], set()
+    with claimed(directory) as writer:
+        sweep(directory, files, writer.number, writer.begun)
+        return found, set(writer.read)
 
 
 def _delete(directory: Path, surplus: list[Path], files: FileSystem) -> None:

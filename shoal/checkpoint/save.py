@@ -131,6 +131,7 @@ class Saver:
         self._merged: Mapping[str, TensorRecord] = {}
         self._claiming: dict[Path, Claiming] = {}  # each directory that this process saves to
         self._common = 0  # number of the claims that hosts save by together
+        self._begun: tuple[Writer, str] | None = None  # what this process is writing, by its claim
 
     def save(
         self,
@@ -188,6 +189,8 @@ class Saver:
                 with contextlib.suppress(OSError):
                     remove_tree(staging, self.files)
             raise
+        finally:
+            self._note_end()
         constant = _constant_name(coordinator.rank)
         if record := self._files.get(constant):
             self._constant = _Written.of(target / constant, record)
@@ -210,8 +213,8 @@ class Saver:
     ) -> Path:
         """Save a checkpoint of which each host keeps a part; return its directory on this host."""
         acts = spread.is_first
-        writer = self._common
-        attempt_together(coordinator, purpose, lambda: self._prepare(staging, writer) if acts else None)
+        number = self._common
+        attempt_together(coordinator, purpose, lambda: self._prepare(staging, number) if acts else None)
         text: bytes = attempt_for_rank_zero(
             coordinator,
             purpose,
@@ -261,9 +264,22 @@ class Saver:
         writer = self._claim(directory)
         return None if writer is None else writer.number
 
-    def _prepare(self, staging: Path, writer: int) -> None:
-        sweep(staging.parent, self.files, writer)
+    def _prepare(self, staging: Path, number: int) -> None:
+        writer = self._claiming[staging.parent].made
+        assert writer is not None
+        if staging.name in writer.begun:
+            raise CheckpointError("another save of this process writes the same step there")
+        sweep(staging.parent, self.files, number, writer.begun)
+        writer.begun.add(staging.name)
+        self._begun = writer, staging.name
         self.files.make_directory(staging)
+
+    def _note_end(self) -> None:
+        """Note that what this has begun is complete, or removed."""
+        if self._begun is not None:
+            writer, name = self._begun
+            writer.begun.discard(name)
+            self._begun = None
 
     def _write_part(self, staging: Path, rank: int, pieces: Sequence[Piece]) -> Part:
         names = f"rank-{rank:05d}.safetensors", _constant_name(rank)

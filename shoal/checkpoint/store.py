@@ -5,6 +5,7 @@
 
 An object appears whole or not at all, and there is no rename. So the manifest of a checkpoint is written last
 and deleted first: a checkpoint is complete if its manifest is there. One process writes to a URL at a time.
+A URL is for one run: the time at which a run was created tells it from others.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import final
@@ -19,8 +21,8 @@ from typing import final
 from shoal.checkpoint.directory import age_of, checkpoints, free_path, staging_path
 from shoal.checkpoint.files import REAL_FILES, remove_tree, write_file
 from shoal.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
-from shoal.errors import CheckpointError, ConfigError, CorruptCheckpointError, MissingExtraError
-from shoal.limits import MANIFEST, open_regular, read_regular
+from shoal.errors import CheckpointError, ConfigError, CorruptCheckpointError, MissingExtraError, RunError
+from shoal.limits import DESCRIPTION, MANIFEST, json_of, open_regular, read_regular
 from shoal.run.writer import claimed
 
 __all__ = ["Store", "is_url"]
@@ -77,6 +79,25 @@ class Store:
             names = [name for name in self._folders() if self._files.exists(self._path(name, MANIFEST_NAME))]
         return sorted(names, key=lambda name: age_of(name) or (), reverse=True)
 
+    def require_free_for(self, run: Path | None) -> None:
+        """Check that the store has no checkpoints of another run.
+
+        Args:
+            run: The run's directory; None for a run that is not made yet.
+
+        Raises:
+            RunError: It has.
+            CheckpointError: The store cannot be read.
+        """
+        there, mine = self._described(), None if run is None else _described_in(run)
+        if self._is_another(there, mine, is_new=run is None) and (names := self.steps()):
+            raise RunError(
+                f"{self.url} holds {names[0]} of another run{_named(there)}, which would be replaced",
+                possible="a store for each run",
+                change="give another checkpoint.store; to go on with the run that is there: shoal checkpoint "
+                f"copy {self.url} DIR, then shoal train --resume DIR",
+            )
+
     def put(self, checkpoint: Path, keep: int | None = None) -> None:
         """Copy a checkpoint into the store, and the description of its run if it belongs to one.
 
@@ -84,14 +105,16 @@ class Store:
 
         Args:
             checkpoint: A complete checkpoint on disk.
-            keep: Number of newest checkpoints that stay in the store; None for all.
+            keep: Number of newest checkpoints that stay in the store, beside this one; None for all.
 
         Raises:
+            RunError: The store holds another run.
             CorruptCheckpointError: It is not what was written; then it is not complete in the store.
             CheckpointError: It cannot be read, or the store cannot be written.
         """
         manifest, told = read_manifest(checkpoint), read_regular(checkpoint / MANIFEST_NAME, MANIFEST)
         with self._reported(f"cannot take {checkpoint.name}"):
+            self.require_free_for(checkpoint.parent.parent)
             complete = self.steps()
             self._remove([name for name in self._folders() if name not in complete])
             if checkpoint.name in complete:
@@ -113,7 +136,7 @@ class Store:
                 self._files.pipe_file(f"{self._root}/{_DESCRIPTION}", description.read_bytes())
             self._files.pipe_file(self._path(checkpoint.name, MANIFEST_NAME), told)
             if keep is not None:
-                self._remove(self.steps()[keep:])
+                self._remove([name for name in self.steps()[keep:] if name != checkpoint.name])
 
     def get(self, directory: Path) -> Path:
         """Copy the newest checkpoint into a run's directory, which is made if it is not there.
@@ -125,6 +148,7 @@ class Store:
             The checkpoint on disk. One that is there already with the same manifest is not copied again.
 
         Raises:
+            RunError: The directory holds another run.
             CorruptCheckpointError: What the store has is not what was written.
             CheckpointError: The store has no checkpoint or cannot be read, or the disk cannot be written.
         """
@@ -134,27 +158,56 @@ class Store:
         with self._reported("cannot be copied"):
             name, target = names[0], directory / "checkpoints"
             told = bytes(self._files.cat_file(self._path(name, MANIFEST_NAME)))
-            for path in checkpoints(target):
-                with contextlib.suppress(OSError, ValueError):  # a damaged one is another one
-                    if read_regular(path / MANIFEST_NAME, MANIFEST) == told:
-                        return path
-            try:
-                manifest = Manifest.from_json(told)
-            except CorruptCheckpointError as error:
-                raise CorruptCheckpointError(
-                    f"{self.url}/checkpoints/{name}/{MANIFEST_NAME} {error}"
-                ) from error
-            found = self._copy(name, manifest, told, target)
-            description = directory / _DESCRIPTION
-            if not description.exists() and self._files.exists(f"{self._root}/{_DESCRIPTION}"):
-                text = bytes(self._files.cat_file(f"{self._root}/{_DESCRIPTION}"))
-                write_file(description, iter([memoryview(text)]), REAL_FILES)
+            described = self._described()
+            if self._is_another(described, _described_in(directory)):
+                raise RunError(
+                    f"{directory} holds another run than {self.url}{_named(described)}",
+                    possible="a directory that does not exist yet, or that of the same run",
+                    change="give another directory",
+                )
+            found = self._found_in(target, told) or self._copy(name, told, target)
+            if described is not None and not (directory / _DESCRIPTION).exists():
+                staging = directory / f"{_DESCRIPTION}.{uuid.uuid4().hex}.tmp"
+                write_file(staging, iter([memoryview(described)]), REAL_FILES)
+                REAL_FILES.rename(staging, directory / _DESCRIPTION)
         return found
 
-    def _copy(self, name: str, manifest: Manifest, told: bytes, target: Path) -> Path:
+    def _described(self) -> bytes | None:
+        """Return the description of the run in the store; None if there is none."""
+        with self._reported("cannot be read"):
+            try:
+                return bytes(self._files.cat_file(f"{self._root}/{_DESCRIPTION}"))
+            except FileNotFoundError:
+                return None
+
+    @staticmethod
+    def _is_another(there: bytes | None, mine: bytes | None, *, is_new: bool = False) -> bool:
+        """Return whether two descriptions are those of two runs, as far as they tell."""
+        created = _created(there), _created(mine)
+        return is_new if mine is None else None not in created and created[0] != created[1]
+
+    @staticmethod
+    def _found_in(directory: Path, told: bytes) -> Path | None:
+        """Return the checkpoint that has a manifest already, if there is one."""
+        for path in checkpoints(directory):
+            with contextlib.suppress(OSError, ValueError):  # a damaged one is another one
+                if read_regular(path / MANIFEST_NAME, MANIFEST) == told:
+                    return path
+        return None
+
+    def _copy(self, name: str, told: bytes, target: Path) -> Path:
         """Copy a checkpoint's files and then its manifest, as a save would write them."""
+        try:
+            manifest = Manifest.from_json(told)
+        except CorruptCheckpointError as error:
+            raise CorruptCheckpointError(f"{self.url}/checkpoints/{name}/{MANIFEST_NAME} {error}") from error
         with claimed(target) as writer:
-            return self._copy_to(staging_path(target, manifest.step, writer.number), name, manifest, told)
+            staging = staging_path(target, manifest.step, writer.number)
+            writer.begun.add(staging.name)
+            try:
+                return self._copy_to(staging, name, manifest, told)
+            finally:
+                writer.begun.discard(staging.name)
 
     def _copy_to(self, staging: Path, name: str, manifest: Manifest, told: bytes) -> Path:
         REAL_FILES.make_directory(staging)
@@ -202,10 +255,33 @@ class Store:
         """Turn what a store's client raises into one error that names the store."""
         try:
             yield
-        except CheckpointError:
+        except (CheckpointError, RunError):
             raise
         except Exception as error:  # clients of stores raise errors of many packages
             raise CheckpointError(f"{self.url} {what}: {type(error).__name__}: {error}") from error
+
+
+def _described_in(run: Path) -> bytes | None:
+    with contextlib.suppress(OSError, ValueError):
+        return read_regular(run / _DESCRIPTION, DESCRIPTION)
+    return None
+
+
+def _entry(description: bytes | None, key: str) -> str | None:
+    with contextlib.suppress(ValueError):
+        told = None if description is None else json_of(description)
+        found = told.get(key) if isinstance(told, dict) else None
+        return found if isinstance(found, str) else None
+    return None
+
+
+def _created(description: bytes | None) -> str | None:
+    return _entry(description, "created")
+
+
+def _named(description: bytes | None) -> str:
+    name, created = _entry(description, "name"), _created(description)
+    return f", {name!r} of {created}" if name and created else ""
 
 
 def _blocks(source: io.BufferedIOBase) -> Iterator[memoryview]:

@@ -20,6 +20,7 @@ from shoal.launch import (
     EXIT_STOPPED,
     NOW,
     PING,
+    SAME,
     SAVE,
     Ended,
     Here,
@@ -110,6 +111,7 @@ class Attempt:
         self._events: queue.Queue[Event] = queue.Queue()  # a SimpleQueue waits for ever after a signal (3.11)
         self._agents: dict[str, _Agent] = {}
         self.signal = ""
+        self._same_until = 0.0  # another Ctrl-C until then is the same one, passed on by a program above
         self._deadline = float("inf")
         self._failed_at: float | None = None
         self._pinged = 0.0
@@ -300,8 +302,10 @@ class Attempt:
             text = f"shoal: {number.name}: the ranks finish their step and save; Ctrl-C ends them at once"
             print(text, file=sys.stderr, flush=True)
             seconds = SAVE if self._work.grace is None else self._work.grace
-            self._deadline = time.monotonic() + seconds + _MORE
-        elif number == signal.SIGINT:
+            now = time.monotonic()
+            self._deadline = now + seconds + _MORE
+            self._same_until = now + SAME if number == signal.SIGINT else now
+        elif number == signal.SIGINT and time.monotonic() >= self._same_until:
             self._deadline = min(self._deadline, time.monotonic() + _NOW)
 
     def _exit_code(self) -> int:

@@ -23,7 +23,7 @@ from shoal.launch.nursery import Nursery, has_accelerators, open_nursery
 from shoal.launch.outcome import EXIT_AGAIN, EXIT_STOPPED, Outcome, root_cause
 from shoal.launch.output import RankLog, keep_output, pass_on
 from shoal.launch.roster import Generation
-from shoal.launch.stopping import SAVE, signals_noted
+from shoal.launch.stopping import SAME, SAVE, signals_noted
 from shoal.launch.token import TOKEN_FILE, find_token, read_token
 from shoal.launch.worker import StopSignal, run_rank
 from shoal.launch.world import World, find_world, join, meet
@@ -36,6 +36,7 @@ __all__ = [
     "NOW",
     "PEER",
     "PING",
+    "SAME",
     "SAVE",
     "TERMINAL",
     "TOKEN_FILE",

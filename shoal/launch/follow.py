@@ -19,13 +19,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from shoal.errors import CommunicationError
+from shoal.errors import CommunicationError, ConfigError
 from shoal.launch.elastic import member_environments
 from shoal.launch.gate import Gate, StoreDoor
 from shoal.launch.host import BEAT, SILENCE, answers
 from shoal.launch.hosts import Meeting, surroundings
 from shoal.launch.launcher import END, TERMINAL, listen_for
-from shoal.launch.link import Link, LinkBusyError, dial
+from shoal.launch.link import Link, LinkBusyError, LinkRefusedError, dial
 from shoal.launch.local_ranks import LocalRanks
 from shoal.launch.members import WAIT
 from shoal.launch.membership import AFTER
@@ -64,6 +64,7 @@ def follow(
 
     Raises:
         CommunicationError: The host that leads cannot be reached, or is gone.
+        ConfigError: It has another token.
     """
     known = _Known(memory)
     waiting = _Waiting(f"the host that leads, at {meeting.address[0]}:{meeting.address[1]}")
@@ -82,6 +83,12 @@ def follow(
                 waiting.say("it is there, and prepares its data")
                 since = time.monotonic()
                 continue
+            except LinkRefusedError as error:
+                raise ConfigError(
+                    f"{error}: this host's is in {meeting.token}",
+                    possible="the token that the host that leads has",
+                    change="copy the file of that host to this one, or give each run its own --rendezvous",
+                ) from None
             except OSError as error:
                 why = str(error) if why == "nothing listens there" else why
                 waiting.say(str(error))

@@ -27,7 +27,7 @@ from shoal.launch.lost_group import LostGroup
 from shoal.launch.membership import AFTER
 from shoal.launch.outcome import EXIT_STOPPED
 from shoal.launch.roster import Roster
-from shoal.launch.stopping import StopRequest
+from shoal.launch.stopping import SAVE, StopRequest
 from shoal.launch.survivors import Survivors
 from shoal.run import write_event
 
@@ -127,7 +127,7 @@ class Members:
             self._look_for_requests()
         if stop.is_now:
             self._processes.signal(signal.SIGKILL)
-        return self._exit_code()
+        return self._exit_code(stop)
 
     def _goes_on(self) -> bool:
         """Make a generation if one is due and can be; return whether to go on."""
@@ -408,7 +408,17 @@ class Members:
         self._causes.give_up(member, why)
         self._processes.signal(signal.SIGKILL, [member])
 
-    def _exit_code(self) -> int:
+    def _wait_for_copies(self, stop: StopRequest) -> None:
+        """Wait, once all steps are made, for members that still copy the last checkpoint or send values."""
+        until = time.monotonic() + SAVE
+        while not (stop.is_late or stop.is_now) and time.monotonic() < until:
+            left = self._grouped - self._starting - set(self._processes.stopped())
+            if left.isdisjoint(self._processes.running()):
+                return
+            self._processes.listen(_LOOK)
+            stop.pass_on(self._processes)
+
+    def _exit_code(self, stop: StopRequest) -> int:
         """End what is left, and return the exit code of the training."""
         has_failed = self._failure is not None and 0 not in self._processes.exit_codes().values()
         if has_failed and self._signal is None:
@@ -419,6 +429,7 @@ class Members:
         listen_for(self._processes, END)
         codes = self._processes.exit_codes()
         if 0 in codes.values():
+            self._wait_for_copies(stop)
             return 0
         if self._failure is not None:
             raise self._failure

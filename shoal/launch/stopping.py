@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from types import FrameType
@@ -14,9 +15,15 @@ from typing import final
 from shoal.launch.local_ranks import Processes
 from shoal.signals import ANSWERED, EarlyEnd
 
-__all__ = ["SAVE", "StopRequest", "signals_noted"]
+__all__ = ["SAME", "SAVE", "StopRequest", "signals_noted"]
 
 SAVE = 600.0  # seconds for ranks to finish their step and save, after a signal, where no grace is given
+SAME = 1.0
+"""Seconds after Ctrl-C in which another one is taken for the same.
+
+The terminal sends it to a launcher of this process too, such as `uv run` or a script, which may pass it on.
+"""
+
 _OF_GRACE = 0.95  # share of the grace that ranks have; the rest is for this process to end
 _NOW = 0.5  # seconds for ranks to end after the second Ctrl-C
 
@@ -26,7 +33,8 @@ class StopRequest:
     """Passes signals on to ranks, and knows whether and by when they must have ended.
 
     SIGTERM, Ctrl-C, SIGUSR1 and a terminal that closes ask the ranks to finish their step and save. Ctrl-C
-    after any of them means now. Ctrl-Z stops the ranks with this process. SIGUSR2 asks for a profile.
+    after any of them means now; after another Ctrl-C from `SAME` seconds on. Ctrl-Z stops the ranks with this
+    process. SIGUSR2 asks for a profile.
 
     Args:
         signals: The signals that came, to which `signals_noted` appends.
@@ -44,6 +52,7 @@ class StopRequest:
         self.signal: signal.Signals | None = None
         self.deadline = math.inf
         self.is_now = False
+        self._same_until = -math.inf
 
     @property
     def is_late(self) -> bool:
@@ -63,14 +72,25 @@ class StopRequest:
             # If the terminal closes, training must not be lost.
             processes.signal(signal.SIGTERM if number == signal.SIGHUP else number)
             if self.signal is None:
-                self.signal, self.deadline = number, time.monotonic() + self._seconds
-            elif number == signal.SIGINT:
+                now = time.monotonic()
+                self.signal, self.deadline = number, now + self._seconds
+                self._same_until = now + SAME if number == signal.SIGINT else now
+            elif number == signal.SIGINT and time.monotonic() >= self._same_until:
                 # Ranks in native code do not notice it, so this process must not wait for them.
                 self.is_now, self.deadline = True, min(self.deadline, time.monotonic() + _NOW)
 
 
 def _stop_until_continued(processes: Processes) -> None:
-    """Stop the ranks and this process after Ctrl-Z; they continue together."""
+    """Stop the ranks and this process after Ctrl-Z; they continue together.
+
+    The clocks of collectives go on meanwhile.
+    """
+    print(
+        "shoal: stopped. Continue (fg) sooner than `timeout`, 600 s by default: after that the ranks give "
+        "each other up, and the run goes on from its last checkpoint with --resume",
+        file=sys.stderr,
+        flush=True,
+    )
     processes.signal(signal.SIGSTOP)
     os.kill(os.getpid(), signal.SIGSTOP)
     processes.signal(signal.SIGCONT)

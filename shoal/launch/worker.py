@@ -17,6 +17,7 @@ from shoal.launch.kernel import die_with, name_process
 from shoal.launch.launcher import OUTCOMES
 from shoal.launch.local_ranks import LAUNCHER
 from shoal.launch.outcome import EXIT_STOPPED, Outcome
+from shoal.launch.stopping import SAME
 from shoal.signals import STOPS, stopped_early, take_signals
 
 __all__ = ["StopSignal", "run_rank"]
@@ -24,8 +25,6 @@ __all__ = ["StopSignal", "run_rank"]
 
 _OF_GRACE = 0.9  # share of the grace after which a process that has not saved ends; the rest is for its end
 _NOT_SAVED = 130  # exit code of a process that was stopped before it saved
-_LAUNCHED = {"RANK", "SLURM_STEP_NUM_TASKS"}  # environment variables that launchers set
-_SAME = 1.0  # seconds after a signal in which another launcher may pass on the same one
 
 
 class StopSignal:
@@ -44,6 +43,7 @@ class StopSignal:
     Attributes:
         received: The signal that came last; None if none did.
         has_step: Whether the work has made a step, which would be lost; the work sets it.
+        is_done: Whether all is made and saved, so that a signal has nothing to ask for; the work sets it.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class StopSignal:
         same: float = 0.0,
     ) -> None:
         self.received: signal.Signals | None = None
-        self.has_step = False
+        self.has_step = self.is_done = False
         self._grace = grace
         self._end = end
         self._same_until, self._same = -math.inf, same
@@ -104,6 +104,8 @@ class StopSignal:
 
     def _give_up(self) -> None:
         assert self.received is not None
+        if self.is_done:
+            return
         print(
             f"shoal: ended by {self.received.name}: the step and the save took longer than the grace of "
             f"{self._grace:g} s",
@@ -175,8 +177,7 @@ def run_rank(
         os._exit(early)
 
     # Shoal's launcher decides what another Ctrl-C means; another one may send what all processes got already.
-    same = math.inf if folder is not None else _SAME if _LAUNCHED & os.environ.keys() else 0.0
-    stop = StopSignal(grace, end, same)
+    stop = StopSignal(grace, end, SAME if folder is None else math.inf)
     try:
         outcome = Outcome(rank=rank, exit_code=work(stop))
     except BaseException as error:

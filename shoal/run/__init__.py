@@ -7,7 +7,7 @@ Nouns: Run, Decision, MeasuredMemory, Account (where the wall clock went), Ledge
 
 from shoal.run.account import CAUSES, Account, Ledger, account
 from shoal.run.decisions import Decision, read_decisions, write_decision
-from shoal.run.directory import Run, default_path
+from shoal.run.directory import Run, default_path, is_free
 from shoal.run.events import Event, read_events, write_event
 from shoal.run.followed_account import FollowedAccount
 from shoal.run.memory import OUTSIDE, MeasuredMemory, UnitMemory, write_memory
@@ -28,6 +28,7 @@ __all__ = [
     "UnitMemory",
     "account",
     "default_path",
+    "is_free",
     "json_number",
     "metrics_line",
     "read_decisions",

@@ -31,7 +31,7 @@ class Claim:
     Attributes:
         number: Its number.
         host: Name of the machine of the process.
-        kernel: The running system, which is another one after each boot.
+        kernel: The running system, which is another one after each boot; "" where it has no name.
         namespace: What process numbers count in, since each container has its own.
         process, began: Number of the process, and when it began, by the clock of the kernel.
         inode: Number of the file; a copy has another.
@@ -59,7 +59,7 @@ class Claim:
         return cls(
             number,
             platform.node(),
-            _kernel(),
+            boot_id(),
             _namespace(),
             process,
             process_began(process),
@@ -121,11 +121,19 @@ def is_alive(directory: Path, claim: Claim) -> bool | None:
     """Return whether the process of a claim lives, as far as this machine knows."""
     if claim.is_released:
         return False
-    if not claim.kernel or claim.kernel != _kernel():
+    if not claim.kernel or claim.kernel != boot_id():
         return None
+    path = claim_path(directory, claim.number)
     if claim.inode and claim.began and claim.namespace == _namespace():
-        return process_began(claim.process) == claim.began
-    return _is_locked(claim_path(directory, claim.number))
+        # Where /proc hides processes of other users (hidepid), one that is not seen may live.
+        return process_began(claim.process) == claim.began or (_is_of_another_user(path) and _is_locked(path))
+    return _is_locked(path)
+
+
+def _is_of_another_user(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return path.stat().st_uid != os.geteuid()
+    return False
 
 
 def lock(descriptor: int) -> None:
@@ -161,10 +169,6 @@ def _is_locked(path: Path) -> bool | None:
 def claim_path(directory: Path, number: int) -> Path:
     """Return the file of a claim."""
     return directory / f".writer-{number:08d}"
-
-
-def _kernel() -> str:
-    return boot_id() or platform.node()
 
 
 def _namespace() -> str:

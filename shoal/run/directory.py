@@ -24,6 +24,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,10 +40,11 @@ from shoal.run.memory import MeasuredMemory, read_memory
 from shoal.run.metrics import read_metrics
 from shoal.run.updates import Applied, read_updates
 
-__all__ = ["Run", "default_path"]
+__all__ = ["Run", "default_path", "is_free"]
 
 _DESCRIPTION = "run.json"
 _NAMED_RUNS = 5
+_OUTPUT = re.compile(r"rank-[0-9]+\.log")
 _TYPES: Mapping[type, tuple[str, ...]] = {
     dict: ("config", "model", "device", "versions", "cluster"),
     str: ("plan", "name", "created"),
@@ -70,8 +72,8 @@ class Run:
         """Make the directory and its contents; run.json comes last, whole or not at all.
 
         Args:
-            path: A directory that is absent or empty. A new one gets the mode 0700; one that is there keeps
-                its own.
+            path: A directory that is absent or empty, but for what a creation that was cut off left there.
+                A new one gets the mode 0700; one that is there keeps its own.
             description: Description of the run, as `json` can write it.
 
         Raises:
@@ -80,7 +82,7 @@ class Run:
         """
         run = cls(Path(path))
         text = json.dumps(description, indent=2, allow_nan=False) + "\n"
-        if run.path.exists() and (not run.path.is_dir() or any(run.path.iterdir())):
+        if not is_free(run.path):
             raise RunError(
                 f"{run.path} exists already, and a run is never overwritten",
                 possible="a path that does not exist yet, or an empty directory",
@@ -239,6 +241,31 @@ def default_path(parent: str | os.PathLike[str], name: str) -> Path:
     return next(path for candidate in candidates if not (path := Path(parent) / candidate).exists())
 
 
+def is_free(path: Path) -> bool:
+    """Return whether a new run may be made at a path: nothing is there, or a creation that was cut off.
+
+    A signal, a full disk or a loss of power may end it before run.json is there, and the same command shall
+    work again.
+    """
+    if not path.exists():
+        return True
+    try:
+        return path.is_dir() and all(map(_is_left, path.iterdir()))
+    except OSError:
+        return False
+
+
+def _is_left(path: Path) -> bool:
+    """Return whether a part of a directory is what a creation makes before run.json, and as it made it."""
+    if path.name.startswith(f"{_DESCRIPTION}.") and path.suffix == ".tmp":
+        return path.is_file()
+    run = Run(path.parent)
+    if path not in (run.timeline, run.checkpoints, run.log) or not path.is_dir():
+        return False
+    # The output of ranks is kept there from the moment at which log/ is made.
+    return all(path == run.log and _OUTPUT.fullmatch(each.name) for each in path.iterdir())
+
+
 def _runs(parent: Path) -> list[Path]:
     """Return the directories in `parent` that are runs, the newest last."""
     descriptions = sorted(parent.glob(f"*/{_DESCRIPTION}"), key=lambda path: (path.stat().st_mtime_ns, path))
@@ -257,9 +284,8 @@ def _write_atomically(path: Path, text: str, *, is_new: bool = False) -> None:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        if is_new and path.exists():
-            raise FileExistsError(path)
-        temporary.rename(path)
+        if not (is_new and _link(temporary, path)):
+            temporary.rename(path)
     finally:
         temporary.unlink(missing_ok=True)
     directory = os.open(path.parent, os.O_RDONLY)
@@ -267,3 +293,20 @@ def _write_atomically(path: Path, text: str, *, is_new: bool = False) -> None:
         os.fsync(directory)
     finally:
         os.close(directory)
+
+
+def _link(source: Path, target: Path) -> bool:
+    """Give a file its name, which only one process can; return False if this file system has no links.
+
+    Raises:
+        FileExistsError: The name is taken.
+    """
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        raise
+    except OSError:
+        if target.exists():
+            raise FileExistsError(target) from None
+        return False
+    return True

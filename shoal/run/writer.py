@@ -15,12 +15,12 @@ still runs, or a host that was paused and wakes. So a process claims a directory
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import fcntl
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -42,10 +42,14 @@ class Writer:
 
     Attributes:
         directory: The directory.
+        begun: Names in the directory that this process is writing now: no leftovers of an earlier one.
+        read: Names in the directory that this process reads now, which stay until it has.
     """
 
     def __init__(self, directory: Path, descriptor: int, claim: Claim) -> None:
         self.directory = directory
+        self.begun: set[str] = set()
+        self.read: set[str] = set()
         self._descriptor = descriptor
         self._claim = claim
         self._is_closed = threading.Event()
@@ -147,17 +151,20 @@ class Claiming:
         """Return the claim; None, after a moment, if it is not known yet whether this process may have it.
 
         Raises:
-            RunError: Another process writes the directory.
+            RunError: Another process writes the directory, or has taken it over from this one.
             OSError: The directory cannot be written.
         """
         with _mutex:
             self.made = _claims.get(key := _key(self._directory))
-            if self.made is not None:
-                if self.made.is_in_place:
-                    return self.made
-                self.made.close()
+            if self.made is not None and self.made.is_in_place:
+                return self.made
             self._directory.mkdir(parents=True, exist_ok=True)
             found = newest_claim(self._directory)
+            if self.made is not None:
+                if found is not None and found.number > self.made.number and not _is_of_earlier_group(found):
+                    # Also once the other one has ended: what this process would write is older.
+                    self.made.require_newest()
+                self.made.close()
             if found is not None and not self._is_over(found):
                 return None
             self.made = _make(self._directory, 1 if found is None else found.number + 1)
@@ -178,8 +185,7 @@ class Claiming:
 
     def _is_over(self, found: Claim) -> bool:
         """Return whether a claim counts no more; if that is not known, look again after a moment."""
-        training, number = _group
-        if training and found.training == training and found.group < number:
+        if _is_of_earlier_group(found):
             return True
         alive = is_alive(self._directory, found)
         if alive is False:
@@ -252,6 +258,11 @@ _claims: dict[str, Writer] = {}  # those of this process
 _group = ("", 0)
 
 
+def _is_of_earlier_group(found: Claim) -> bool:
+    training, number = _group
+    return bool(training) and found.training == training and found.group < number
+
+
 def _refusal(found: Claim, name: str) -> RunError:
     return RunError(
         f"{found.who} writes {name}",
@@ -274,7 +285,9 @@ def _forget_all() -> None:
     _claims.clear()
 
 
-atexit.register(close_all)
+# Finalizers run at the end of the process in reverse order: those that wait for saves run before this one,
+# and callbacks of `atexit` that are registered now would not.
+_at_the_end = weakref.finalize(close_all, close_all)
 os.register_at_fork(after_in_child=_forget_all)
 
 

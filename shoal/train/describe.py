@@ -81,7 +81,7 @@ def describe(job: Job, model: nn.Module, device: torch.device, loss_unit: str) -
         flops = 6.0 * parameters
     return {
         "name": job.path.name,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "created": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "plan": str(job.plan),
         "passed_over": [{"plan": str(each.plan), "reason": each.reason} for each in job.passed_over],
         "cluster": None if job.cluster is None else asdict(job.cluster),

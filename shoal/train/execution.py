@@ -174,6 +174,7 @@ class Execution:
             self._recorder.close()  # the summary reads the timelines of all ranks
             self._trainer.close()
             self._meet()
+            stop.is_done = True
             if self._is_first:
                 self._live.say("")
                 with contextlib.suppress(OSError):  # all is saved: only its reader is gone
@@ -189,11 +190,11 @@ class Execution:
             self._time.write()
             self._loggers.close()
             self._profiling.close()
-            if self._writer is not None:
-                self._writer.close()
             self._compiling.close()
             if self._uploading is not None:
                 self._uploading.close()
+            if self._writer is not None:
+                self._writer.close()
             if self._servers is not None:
                 self._servers.close()
             self._time.close("the ranks end")

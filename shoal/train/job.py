@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Mapping
@@ -14,11 +15,11 @@ import torch
 from shoal.checkpoint import SingleProcess, Store, checkpoints, newest_verified, step_of
 from shoal.cluster import Cluster
 from shoal.data import AnyCorpus
-from shoal.errors import ConfigError, ModelError, RunError
+from shoal.errors import CheckpointError, ConfigError, ModelError, RunError
 from shoal.models import Transformer
 from shoal.parallel import require_documents, require_layout, require_trainable
 from shoal.plan import Plan, SettledPlan, parse_settings
-from shoal.run import Run, default_path
+from shoal.run import Run, default_path, is_free
 from shoal.simulate import recorded_cluster
 from shoal.train.automatic import AUTOMATIC, PassedOver, Resolved, choose_plan
 from shoal.train.classes import prepared, require_classes, require_data_parallel
@@ -231,7 +232,7 @@ def choose_path(directory: Path | None, resume: Resume | None, config: TrainConf
             )
         return resume.run.path
     path = directory if directory is not None else default_path("runs", Path(config.model).name)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if not is_free(path):
         raise RunError(
             f"{path} exists already, and a run is never overwritten",
             possible="a path that does not exist yet, or an empty directory",
@@ -296,7 +297,9 @@ def check(job: Job) -> AnyCorpus:
         corpus.samples(split, config.sequence)
     config.record.destinations().check()
     if config.checkpoint.store:
-        Store(config.checkpoint.store)
+        store = Store(config.checkpoint.store)
+        with contextlib.suppress(CheckpointError):  # a store that cannot be read now may take copies later
+            store.require_free_for(job.path if job.goes_on else None)
     model = shape_of(config)
     require_classes(config, model)
     require_trainable(model)

@@ -102,7 +102,7 @@ def save(
     require_laid_out(parallel, optimizer, step)
     folder, coordinator = Path(directory), all_ranks()
     if step is None:
-        step = coordinator.all_gather_object(_next_step(folder))[0]
+        step = attempt_together(coordinator, f"cannot save in {folder}", lambda: _next_step(folder))[0]
     pieces, kept = OwnTraining(parallel, optimizer, coordinator).to_save(folder, step, state)
     return write_pieces(folder, step, pieces, kept, coordinator)
 

@@ -191,7 +191,7 @@ def _describe(path: Path, coordinator: Coordinator, model: nn.Module) -> dict[st
     flops = model.config.flops_per_token(model.config.seq) if isinstance(model, Transformer) else None
     return {
         "name": path.name,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "created": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "world_size": coordinator.size,
         "model": {"name": type(model).__name__, "parameters": parameters, "flops_per_token": flops},
         "versions": describe_versions(),

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import final
 
 from shoal.checkpoint import Store
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, RunError
+from shoal.run.writer import claimed
 from shoal.train.config import CheckpointConfig
 
 __all__ = ["Uploading"]
@@ -50,8 +51,13 @@ class Uploading:
         if checkpoint != self._newest:
             return
         try:
-            self._store.put(checkpoint, self._keep)
-        except CheckpointError as error:
+            with claimed(checkpoint.parent) as writer:
+                writer.read.add(checkpoint.name)  # or it, and each after it, might be deleted too soon
+                try:
+                    self._store.put(checkpoint, self._keep)
+                finally:
+                    writer.read.discard(checkpoint.name)
+        except (CheckpointError, RunError) as error:
             self._say(
                 f"warning: {checkpoint.name} was not copied to {self._store.url}, training goes on: {error}"
             )

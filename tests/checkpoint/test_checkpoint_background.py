@@ -34,10 +34,12 @@ from shoal.checkpoint import (
     coordinator_beside,
     load,
     read_manifest,
+    retain,
     save,
     verify,
 )
 from shoal.checkpoint.shard import Shard
+from shoal.errors import CheckpointError
 
 OLD, NEW = tensors(1), tensors(2)
 STATE = {"position": [2]}
@@ -223,6 +225,64 @@ def test_a_disk_that_fails_behind_the_training_is_named_and_costs_one_checkpoint
         assert same_bits(loaded(newest), NEW)
         # If the disk failed after the rename, the new checkpoint is there all the same.
         assert same_bits(loaded(before), OLD if before.name == "step-00000100" else NEW)
+
+
+# -- beside other calls of the same process -----------------------------------------------------------
+
+
+class Meanwhile(RealFiles):
+    """Files of a save that do something else once, before the rename that completes it."""
+
+    def __init__(self, act) -> None:
+        self._act = act
+
+    def rename(self, source: Path, target: Path) -> None:
+        act, self._act = self._act, lambda: None
+        act()
+        super().rename(source, target)
+
+
+@pytest.mark.parametrize("act", ["retain", "save"])
+def test_other_calls_of_a_process_leave_its_unfinished_save_alone(tmp_path: Path, act: str) -> None:
+    for step in (100, 200):
+        save(tmp_path, step, wholes(OLD), STATE, SingleProcess())
+
+    def other() -> None:
+        if act == "retain":
+            retain(tmp_path, 1, SingleProcess())
+        else:
+            save(tmp_path, 210, wholes(OLD), STATE, SingleProcess())
+
+    ended = save_beside(tmp_path, 300, wholes(NEW), SingleProcess(), Meanwhile(other))
+    assert ended.error is None
+    verify(tmp_path / "step-00000300")
+    steps = {"retain": [300, 200], "save": [300, 210, 200, 100]}[act]
+    assert [path.name for path in checkpoints(tmp_path)] == [f"step-{step:08d}" for step in steps]
+
+
+def test_a_second_save_of_a_step_is_refused_while_the_first_one_writes(tmp_path: Path) -> None:
+    refused: list[str] = []
+
+    def other() -> None:
+        with pytest.raises(CheckpointError, match="another save of this process writes the same step"):
+            save(tmp_path, 300, wholes(OLD), STATE, SingleProcess())
+        refused.append("once")
+
+    ended = save_beside(tmp_path, 300, wholes(NEW), SingleProcess(), Meanwhile(other))
+    assert (ended.error, refused) == (None, ["once"])
+    verify(tmp_path / "step-00000300")
+    save(tmp_path, 300, wholes(OLD), STATE, SingleProcess())
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000300.1"]
+
+
+def test_a_checkpoint_that_was_just_saved_stays_though_others_have_higher_steps(tmp_path: Path) -> None:
+    for step in (80, 90, 100):
+        save(tmp_path, step, wholes(OLD), STATE, SingleProcess())
+    for step in (10, 20):  # of a training that went back
+        ended = save_beside(tmp_path, step, wholes(NEW), SingleProcess(), RealFiles(), keep=2)
+        assert (ended.error, list(ended.warnings)) == (None, [])
+        kept = [f"step-{each:08d}" for each in (100, 90, step)]
+        assert [path.name for path in checkpoints(tmp_path)] == kept
 
 
 def test_an_old_checkpoint_that_cannot_be_deleted_is_a_warning(tmp_path: Path) -> None:

@@ -13,8 +13,9 @@ from rank_stand_ins import on_ranks
 from run_stand_ins import train
 
 from shoal.checkpoint import Store, checkpoints, save, verify
+from shoal.checkpoint.files import write_file
 from shoal.cli.main import main
-from shoal.errors import CheckpointError, ConfigError, CorruptCheckpointError
+from shoal.errors import CheckpointError, ConfigError, CorruptCheckpointError, RunError
 
 
 @pytest.fixture
@@ -68,6 +69,83 @@ def test_older_ones_go_once_the_new_one_is_there(run: Path, url: str) -> None:
     assert [path.rpartition("/")[2] for path in files.ls(f"{root}/checkpoints", detail=False)] == [
         newest.name
     ]
+
+
+def test_one_of_a_lower_step_stays_once_it_is_copied(run: Path, url: str) -> None:
+    newest, older = checkpoints(run / "checkpoints")
+    store = Store(url)
+    store.put(newest, keep=1)
+    store.put(older, keep=1)
+    assert store.steps() == [newest.name, older.name]
+
+
+def test_a_store_and_a_directory_take_no_second_run(run: Path, url: str, tmp_path: Path) -> None:
+    newest, older = checkpoints(run / "checkpoints")
+    (run / "run.json").write_text('{"created": "2026-01-01", "name": "one"}')
+    store = Store(url)
+    store.require_free_for(None)
+    store.put(newest)
+    (tmp_path / "two").mkdir()
+    (run / "checkpoints").rename(tmp_path / "two" / "checkpoints")
+    (tmp_path / "two" / "run.json").write_text('{"created": "2026-01-02", "name": "two"}')
+    for refused in (
+        lambda: store.require_free_for(None),
+        lambda: store.require_free_for(tmp_path / "two"),
+        lambda: store.put(tmp_path / "two" / "checkpoints" / older.name, keep=1),
+        lambda: store.put(tmp_path / "two" / "checkpoints" / newest.name),
+    ):
+        with pytest.raises(RunError, match=f"{url} holds {newest.name} of another run, 'one' of 2026-01-01"):
+            refused()
+    with pytest.raises(RunError, match=f"two holds another run than {url}, 'one' of 2026-01-01"):
+        store.get(tmp_path / "two")
+    assert store.steps() == [newest.name]
+    store.require_free_for(run)
+    assert store.get(tmp_path / "back").parent.parent == tmp_path / "back"
+    assert (tmp_path / "back" / "run.json").read_text() == (run / "run.json").read_text()
+
+
+def test_a_copy_that_was_cut_off_before_the_description_is_made_whole_by_the_next(
+    run: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Store(url)
+    store.put(checkpoints(run / "checkpoints")[0])
+
+    with monkeypatch.context() as patch:
+        patch.setattr("shoal.checkpoint.store.write_file", write_all_but("run.json"))
+        with pytest.raises(KeyboardInterrupt):
+            store.get(tmp_path / "back")
+    assert not (tmp_path / "back" / "run.json").exists()
+    store.get(tmp_path / "back")
+    assert (tmp_path / "back" / "run.json").read_text() == "{}"
+
+
+def write_all_but(name: str):
+    """Return `write_file`, cut off half way in files whose names begin so."""
+
+    def write(path: Path, blocks, files):
+        if path.name.startswith(name):
+            path.write_bytes(b"")
+            raise KeyboardInterrupt
+        return write_file(path, blocks, files)
+
+    return write
+
+
+def test_a_second_run_with_the_store_of_another_is_refused_before_it_starts(
+    ranks, tiny_run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    url = f"file://{tmp_path / 'store'}"
+    words = [*tiny_run, "--set", "steps=2", "--set", f"checkpoint.store={url}"]
+    train(ranks, [*words, "--run", "one"], tmp_path)
+    before = Store(url).steps()
+    assert main(["train", *words, "--run", "two"]) == 2
+    told = capsys.readouterr().err
+    assert f"{url} holds step-00000002 of another run, 'one' of" in told
+    assert not (tmp_path / "two").exists()
+    assert Store(url).steps() == before
+    train(ranks, ["--resume", "one", "--set", "steps=4"], tmp_path)
+    assert Store(url).steps()[0] == "step-00000004"
 
 
 @pytest.mark.parametrize("written", range(4))

@@ -155,5 +155,7 @@ def test_a_host_with_another_token_does_not_follow(gate, tmp_path):
     (tmp_path / "token").chmod(0o600)
     address = gate({})
     meeting = Meeting(address=address, least=1, most=2, ranks=1, token=tmp_path / "token")
-    with pytest.raises(CommunicationError, match=f"127.0.0.1:{address[1]} has another token than this host"):
+    with pytest.raises(
+        ConfigError, match=f"127.0.0.1:{address[1]} has another token than this host: this host.s is in "
+    ):
         follow(meeting, "nothing", {}, memory=None, nursery=None)

@@ -145,3 +145,15 @@ def test_a_rank_that_had_made_no_step_does_not_stand_for_those_that_did_not_save
     with pytest.raises(WorkerError, match="ended by SIGTERM before its state was saved"):
         causes.after_signal({0: KILL, 1: EXIT_STOPPED}, "SIGTERM")
     assert causes.after_signal({1: EXIT_STOPPED}, "SIGTERM") == EXIT_STOPPED
+
+
+def test_a_rank_that_copies_the_last_checkpoint_after_all_steps_is_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal.launch.members.listen_for", lambda *each: None)
+    code, processes = run(tmp_path, [{1: 0}, {2: 0}, {}, {}, {0: 0}])
+    assert (code, processes.running()) == (0, [])
+
+
+def test_a_rank_that_is_starting_when_all_steps_are_made_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr("shoal.launch.members.listen_for", lambda *each: None)
+    code, processes = run(tmp_path, [{1: KILL}, {}, {0: 0}, {2: 0}])
+    assert (code, processes.running()) == (0, [1])

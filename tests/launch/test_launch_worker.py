@@ -87,24 +87,47 @@ def test_sighup_stays_ignored_under_nohup():
     assert run_rank(0, work) == 0
 
 
-TWICE = """
-import os, signal, time
+DONE = """
+import os, signal, sys, time
 from shoal.launch import run_rank
 
 def work(stop):
     stop.heed()
-    for _ in range(2):  # a launcher passes on what reached all
+    stop.is_done = len(sys.argv) > 1
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(1)  # copies the last checkpoint
+    return 0
+
+raise SystemExit(run_rank(0, work, grace=0.01))
+"""
+
+
+@pytest.mark.parametrize(("words", "code"), [([], 130), (["done"], 0)])
+def test_a_grace_ends_only_what_is_not_saved(words, code):
+    assert subprocess.run([sys.executable, "-c", DONE, *words]).returncode == code
+
+
+TWICE = """
+import os, signal, sys, time
+from shoal.launch import run_rank
+
+def work(stop):
+    stop.heed()
+    for _ in range(2):  # a program above passes on what reached all
         os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(float(sys.argv[1]))
     return 75
 
 raise SystemExit(run_rank(0, work))
 """
 
 
-@pytest.mark.parametrize(("launcher", "code"), [({}, 130), ({"RANK": "0", "WORLD_SIZE": "1"}, 75)])
-def test_a_ctrl_c_that_a_launcher_passes_on_is_not_a_second_one(launcher, code):
+@pytest.mark.parametrize("launcher", [{}, {"RANK": "0", "WORLD_SIZE": "1"}])
+@pytest.mark.parametrize(("pause", "code"), [("0.01", 75), ("1.1", 130)])
+def test_a_ctrl_c_that_a_program_above_passes_on_is_not_a_second_one(launcher, pause, code):
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    assert subprocess.run([sys.executable, "-c", TWICE], env=environment | launcher).returncode == code
+    words = [sys.executable, "-c", TWICE, pause]
+    assert subprocess.run(words, env=environment | launcher).returncode == code
 
 
 FORKS = """

@@ -71,11 +71,56 @@ def test_a_failed_write_leaves_a_directory_that_is_no_run(
     def full_disk(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(RunError, match="No space left"):
-        Run.create(tmp_path / "run", DESCRIPTION)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full_disk)
+        with pytest.raises(RunError, match="No space left"):
+            Run.create(tmp_path / "run", DESCRIPTION)
     with pytest.raises(RunError, match=r"no run\.json"):
         Run.open(tmp_path / "run")
+    assert Run.create(tmp_path / "run", DESCRIPTION).description == DESCRIPTION  # once there is room
+
+
+@pytest.mark.parametrize(
+    "left", [["timeline"], ["timeline", "checkpoints", "log"], ["run.json.0a.tmp", "log"]]
+)
+def test_a_creation_that_was_cut_off_can_be_made_again(tmp_path: Path, left: list[str]) -> None:
+    for name in left:
+        (tmp_path / name).touch() if name.endswith(".tmp") else (tmp_path / name).mkdir()
+    (tmp_path / "log").mkdir(exist_ok=True)
+    (tmp_path / "log" / "rank-0.log").write_text("begins")
+    assert Run.create(tmp_path, DESCRIPTION).description == DESCRIPTION
+
+
+@pytest.mark.parametrize(
+    "kept", ["checkpoints/step-00000001/x", "timeline/x", "log/notes", "run.json.bak", "log"]
+)
+def test_what_no_creation_leaves_is_no_place_for_a_run(tmp_path: Path, kept: str) -> None:
+    (tmp_path / kept).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / kept).write_text("mine")
+    with pytest.raises(RunError, match="exists already"):
+        Run.create(tmp_path, DESCRIPTION)
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_one_of_two_creations_at_once_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_links: bool
+) -> None:
+    sync = os.fsync
+
+    def other_first(descriptor: int) -> None:
+        monkeypatch.setattr(os, "fsync", sync)
+        Run.create(tmp_path, {"name": "first"})
+        sync(descriptor)
+
+    def refused(*_: object) -> None:
+        raise PermissionError("no links here")
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", refused)
+    monkeypatch.setattr(os, "fsync", other_first)
+    with pytest.raises(RunError, match="was made by another process just now"):
+        Run.create(tmp_path, {"name": "second"})
+    assert Run.open(tmp_path).description == {"name": "first"}
 
 
 def test_opening_names_the_run_that_may_be_meant(tmp_path: Path) -> None:

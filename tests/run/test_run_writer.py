@@ -9,13 +9,14 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
 from shoal.errors import RunError
-from shoal.run.claim import claims_in
+from shoal.run.claim import Claim, claims_in, is_alive
 from shoal.run.writer import Claiming, claimed, is_written, name_group, require_free
 
 HOLD = """
@@ -153,6 +154,65 @@ def test_a_process_that_was_taken_over_finds_out(tmp_path: Path, monkeypatch: py
         with pytest.raises(RunError, match=rf"process {other.pid}"):
             Claiming(tmp_path).wait()
         other.kill()
+
+
+def test_a_process_that_was_taken_over_stays_refused_once_the_other_one_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.run.writer._LEASE", 0.0)
+    mine = Claiming(tmp_path).wait()
+    change_claim(tmp_path, kernel="another one")
+    with held_elsewhere(tmp_path, mine.number) as other:
+        other.communicate()
+    assert is_written(tmp_path) is False
+    for _ in range(2):
+        with pytest.raises(RunError, match=rf"process {other.pid} on .* writes {tmp_path} now"):
+            Claiming(tmp_path).wait()
+    assert claims_in(tmp_path) == [mine.number + 1]
+
+
+def test_a_process_of_another_user_lives_though_its_number_is_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.run.claim.process_began", lambda process: "")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with held_by_another(tmp_path) as other:
+        with pytest.raises(RunError, match=f"process {other.pid}"):
+            Claiming(tmp_path).wait()
+        other.kill()
+    Claiming(tmp_path).wait()
+
+
+def test_machines_without_a_name_of_their_start_are_not_taken_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.run.claim.boot_id", lambda: "")
+    of_a_machine_of_this_name = Claim.of_this_process(1, 0, "", 0)
+    for inode in (0, 7):
+        claim = replace(of_a_machine_of_this_name, process=1 << 23, inode=inode)
+        assert is_alive(tmp_path, claim) is None
+
+
+AT_THE_END = """
+import sys, weakref
+from pathlib import Path
+
+class Save: pass
+
+earlier, later = Save(), Save()
+weakref.finalize(earlier, print)  # as torch makes some
+from shoal.run.writer import Claiming, is_written
+
+path = Path(sys.argv[1])
+Claiming(path).wait()
+weakref.finalize(later, lambda: print(is_written(path)))
+"""
+
+
+def test_a_directory_is_given_up_after_the_saves_that_a_process_waits_for_at_its_end(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", AT_THE_END, str(tmp_path)]
+    assert subprocess.run(words, check=True, capture_output=True, text=True).stdout.split() == ["True"]
+    assert is_written(tmp_path) is False
 
 
 def held_elsewhere(path: Path, number: int) -> subprocess.Popen[str]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -116,6 +117,16 @@ def refusal(plan: str, kind: str, path: Path) -> str:
     parallel, optimizer = training(plan, kind, seed=1)
     try:
         shoal.load(path, parallel, optimizer)
+    except ShoalError as error:
+        return str(error)
+    return ""
+
+
+def refusal_to_count(plan: str, path: Path, of_rank_1: Path) -> str:
+    """What a save says whose directory one rank cannot read."""
+    parallel, _ = training(plan, "adamw", seed=0)
+    try:
+        shoal.save(of_rank_1 if dist.get_rank() == 1 else path, parallel)
     except ShoalError as error:
         return str(error)
     return ""

@@ -11,6 +11,7 @@ from portable_stand_ins import (
     batch_norms,
     interrupted,
     refusal,
+    refusal_to_count,
     round_trip,
     saved_beside,
     steps,
@@ -112,6 +113,12 @@ def test_a_corrupt_checkpoint_is_passed_over_and_steps_are_counted(tmp_path):
     assert all(torch.equal(value, before[0][name]) for name, value in parallel.full_state_dict().items())
     for key, held in optimizer.state_dict()["state"].items():
         assert all(torch.equal(value, before[1]["state"][key][name]) for name, value in held.items())
+
+
+def test_a_directory_that_one_rank_cannot_read_is_refused_on_all(ranks, tmp_path):
+    for text in ranks.run(refusal_to_count, 2, "dp=2", tmp_path / "saved", tmp_path / ("x" * 300)):
+        assert "rank 1" in text
+        assert "cannot be read: File name too long" in text
 
 
 def test_what_does_not_fit_is_refused_by_name_on_all_ranks(ranks, tmp_path):
