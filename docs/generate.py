@@ -282,7 +282,9 @@ def _lost_hosts() -> str:
     for line in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
         first = f"{line['by']}, after {line['after']:.1f} s: `{line['said']}`" if line["said"] else "nothing"
         codes = ", ".join("-" if code is None else str(code) for code in line["codes"])
-        became = f"{line['steps']} steps in {line['seconds']:.0f} s; {codes}" + " **wrong**" * (not line["right"])
+        became = f"{line['steps']} steps in {line['seconds']:.0f} s; {codes}" + " **wrong**" * (
+            not line["right"]
+        )
         rows.append([line["does"], first, became])
     return _table(["what happens", "said first", "what became of it"], rows)
 
