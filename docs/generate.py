@@ -94,6 +94,7 @@ def _part(name: str) -> str:
         "options of a group": _options,
         "plan": _plan,
         "policy of verdicts": _policy,
+        "lost hosts": _lost_hosts,
         "presets": _presets,
         "runs of the tests": _test_runs,
         "listeners beside strangers": _doors,
@@ -272,6 +273,20 @@ def _signals() -> str:
     names = ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"]
     rows = [[f"`{launcher}`", *place, *map(cells.get, names)] for (launcher, *place), cells in found.items()]
     return _table(["launcher", "phase", "sent to", *names], [[each or "" for each in row] for row in rows])
+
+
+def _lost_hosts() -> str:
+    """What became of hosts that train together when one is struck: the lines that tests/lost_hosts.py keeps."""
+    file = ROOT / "docs" / "reference" / "lost-hosts.jsonl"
+    rows = []
+    for line in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+        first = f"{line['by']}, after {line['after']:.1f} s: `{line['said']}`" if line["said"] else "nothing"
+        codes = ", ".join("-" if code is None else str(code) for code in line["codes"])
+        became = f"{line['steps']} steps in {line['seconds']:.0f} s; {codes}" + " **wrong**" * (
+            not line["right"]
+        )
+        rows.append([line["does"], first, became])
+    return _table(["what happens", "said first", "what became of it"], rows)
 
 
 def _doors() -> str:

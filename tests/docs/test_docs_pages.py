@@ -59,6 +59,7 @@ def test_every_key_setting_layer_and_example_is_on_a_page():
         "kinds under Plans",
         "layers",
         "listeners beside strangers",
+        "lost hosts",
         "options of a group",
         "plan",
         "policy of verdicts",
