@@ -276,16 +276,15 @@ def _signals() -> str:
 
 
 def _lost_hosts() -> str:
-    """What became of hosts that train together when one is struck: the lines that tests/lost_hosts.py keeps."""
+    """What became of hosts of which one was lost or misled: the lines that tests/lost_hosts.py keeps."""
     file = ROOT / "docs" / "reference" / "lost-hosts.jsonl"
     rows = []
     for line in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
-        first = f"{line['by']}, after {line['after']:.1f} s: `{line['said']}`" if line["said"] else "nothing"
+        said = line["said"].removeprefix("shoal: ").replace("`", "")
+        first = f"{line['by']}, after {line['after']:.1f} s: `{said}`" if said else "nothing"
         codes = ", ".join("-" if code is None else str(code) for code in line["codes"])
-        became = f"{line['steps']} steps in {line['seconds']:.0f} s; {codes}" + " **wrong**" * (
-            not line["right"]
-        )
-        rows.append([line["does"], first, became])
+        became = f"{line['steps']} steps in {line['seconds']:.0f} s; {codes}"
+        rows.append([line["does"], first, became + " **wrong**" * (not line["right"])])
     return _table(["what happens", "said first", "what became of it"], rows)
 
 
