@@ -51,7 +51,7 @@ def penalty_first(model, real, made, accumulate):
 
 def penalty_last(model, real, made, accumulate):
     difference = model(made).mean() - model(real).mean()
-    loss = difference + 10 * penalty(model, (real + made) / 2)
+    loss = difference + penalty(model, (real + made) / 2)
     loss.backward(retain_graph=True)
     loss.backward()
 
