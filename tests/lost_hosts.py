@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -251,6 +252,9 @@ class Cluster:
             for process in family(each.mark):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
+            boot = each.boot.read_text().partition("-")[0]
+            for folder in Path("/dev/shm").glob(f"shoal-members-*-{boot}-*"):
+                shutil.rmtree(folder, ignore_errors=True)
         self.network.close()
 
 

@@ -37,26 +37,22 @@ class Trained:
             "from shoal.cli.main import main; sys.exit(main())"
         )
         own = ["--set", f"steps={STEPS}", "--set", "optimizer.schedule=faults_at_home:begin", "--run", "one"]
-        ended = subprocess.run(
+        with subprocess.Popen(
             [sys.executable, "-c", program, "train", *tiny_run, *own, *words],
             cwd=folder,
             env={**os.environ, "FAULT": fault, "WHO": who, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=500,
-        )
-        self.code, self.told = ended.returncode, ended.stderr
+        ) as process:
+            _, self.told = process.communicate(timeout=500)
+        self.code = process.returncode
+        self.left_in_memory = list(Path("/dev/shm").glob(f"shoal-members-{process.pid}-*"))
         self.losses = {}
         if (folder / "one" / "run.json").exists():
             self.losses = {
                 each["step"]: each["loss"] for each in Run.open(folder / "one").metrics() if "loss" in each
             }
-
-
-def left_in_memory():
-    """Folders in the host's memory whose process is gone."""
-    owners = [path.name.split("-")[2] for path in Path("/dev/shm").glob("shoal-members-*")]
-    return [owner for owner in owners if not Path("/proc", owner).exists()]
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +72,7 @@ def test_a_killed_rank_costs_no_step_and_is_replaced(tmp_path, tiny_run, unbroke
     assert "rank 1 failed: killed by SIGKILL" in broken.told
     assert "rank 1 is there again; now there are 2" in broken.told
     assert f"step-{FAULT:08d}" in broken.told.partition("goes on from ")[2].splitlines()[0]
-    assert not left_in_memory()
+    assert not broken.left_in_memory
 
 
 @pytest.mark.long
@@ -130,7 +126,7 @@ def test_too_few_ranks_end_the_run_with_the_cause_and_the_way_to_go_on(tmp_path,
     assert broken.code == 1
     assert "rank 1 failed: killed by SIGKILL" in broken.told
     assert "continue with: shoal train --resume" in broken.told
-    assert not left_in_memory()
+    assert not broken.left_in_memory
 
 
 @pytest.mark.long
