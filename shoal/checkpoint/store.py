@@ -16,7 +16,7 @@ import io
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import final
+from typing import Self, final
 
 from shoal.checkpoint.directory import age_of, checkpoints, free_path, staging_path
 from shoal.checkpoint.files import REAL_FILES, remove_tree, write_file
@@ -34,6 +34,41 @@ _CHUNK_BYTES = 8 << 20
 def is_url(text: str) -> bool:
     """Return whether a text names an object store, such as s3://bucket/runs/one, and not a path."""
     return "://" in text
+
+
+@final
+class _Description:
+    """The run.json of a run.
+
+    Args:
+        content: Its bytes; None if there is no such file.
+    """
+
+    def __init__(self, content: bytes | None) -> None:
+        self.content = content
+        values = None
+        if content is not None:
+            with contextlib.suppress(ValueError):
+                values = json_of(content)
+        values = values if isinstance(values, dict) else {}
+        name, created = values.get("name"), values.get("created")
+        self._name = name if isinstance(name, str) else ""
+        self._created = created if isinstance(created, str) else ""
+
+    @classmethod
+    def in_run(cls, directory: Path) -> Self:
+        """Return the description of a run on disk."""
+        with contextlib.suppress(OSError, ValueError):
+            return cls(read_regular(directory / _DESCRIPTION, DESCRIPTION))
+        return cls(None)
+
+    def is_of_another_run_than(self, other: Self) -> bool:
+        """Return whether both say when their run was created, and it is not the same time."""
+        return "" not in (self._created, other._created) and self._created != other._created
+
+    def __str__(self) -> str:
+        """Return the run's name and time, to follow "another run"; empty if they are not known."""
+        return f", {self._name!r} of {self._created}" if self._name and self._created else ""
 
 
 @final
@@ -89,10 +124,11 @@ class Store:
             RunError: It has.
             CheckpointError: The store cannot be read.
         """
-        there, mine = self._described(), None if run is None else _described_in(run)
-        if self._is_another(there, mine, is_new=run is None) and (names := self.steps()):
+        there = self._described()
+        is_another = run is None or there.is_of_another_run_than(_Description.in_run(run))
+        if is_another and (names := self.steps()):
             raise RunError(
-                f"{self.url} holds {names[0]} of another run{_named(there)}, which would be replaced",
+                f"{self.url} holds {names[0]} of another run{there}, which would be replaced",
                 possible="a store for each run",
                 change="give another checkpoint.store; to go on with the run that is there: shoal checkpoint "
                 f"copy {self.url} DIR, then shoal train --resume DIR",
@@ -112,7 +148,7 @@ class Store:
             CorruptCheckpointError: It is not what was written; then it is not complete in the store.
             CheckpointError: It cannot be read, or the store cannot be written.
         """
-        manifest, told = read_manifest(checkpoint), read_regular(checkpoint / MANIFEST_NAME, MANIFEST)
+        manifest, content = read_manifest(checkpoint), read_regular(checkpoint / MANIFEST_NAME, MANIFEST)
         with self._reported(f"cannot take {checkpoint.name}"):
             self.require_free_for(checkpoint.parent.parent)
             complete = self.steps()
@@ -134,7 +170,7 @@ class Store:
             description = checkpoint.parent.parent / _DESCRIPTION
             if description.is_file():
                 self._files.pipe_file(f"{self._root}/{_DESCRIPTION}", description.read_bytes())
-            self._files.pipe_file(self._path(checkpoint.name, MANIFEST_NAME), told)
+            self._files.pipe_file(self._path(checkpoint.name, MANIFEST_NAME), content)
             if keep is not None:
                 self._remove([name for name in self.steps()[keep:] if name != checkpoint.name])
 
@@ -157,59 +193,53 @@ class Store:
             raise CheckpointError(f"{self.url} holds no complete checkpoint")
         with self._reported("cannot be copied"):
             name, target = names[0], directory / "checkpoints"
-            told = bytes(self._files.cat_file(self._path(name, MANIFEST_NAME)))
+            content = bytes(self._files.cat_file(self._path(name, MANIFEST_NAME)))
             described = self._described()
-            if self._is_another(described, _described_in(directory)):
+            if described.is_of_another_run_than(_Description.in_run(directory)):
                 raise RunError(
-                    f"{directory} holds another run than {self.url}{_named(described)}",
+                    f"{directory} holds another run than {self.url}{described}",
                     possible="a directory that does not exist yet, or that of the same run",
                     change="give another directory",
                 )
-            found = self._found_in(target, told) or self._copy(name, told, target)
-            if described is not None and not (directory / _DESCRIPTION).exists():
+            found = self._found_in(target, content) or self._copy(name, content, target)
+            if described.content is not None and not (directory / _DESCRIPTION).exists():
                 staging = directory / f"{_DESCRIPTION}.{uuid.uuid4().hex}.tmp"
-                write_file(staging, iter([memoryview(described)]), REAL_FILES)
+                write_file(staging, iter([memoryview(described.content)]), REAL_FILES)
                 REAL_FILES.rename(staging, directory / _DESCRIPTION)
         return found
 
-    def _described(self) -> bytes | None:
-        """Return the description of the run in the store; None if there is none."""
+    def _described(self) -> _Description:
+        """Return the description of the run in the store."""
         with self._reported("cannot be read"):
             try:
-                return bytes(self._files.cat_file(f"{self._root}/{_DESCRIPTION}"))
+                return _Description(bytes(self._files.cat_file(f"{self._root}/{_DESCRIPTION}")))
             except FileNotFoundError:
-                return None
+                return _Description(None)
 
     @staticmethod
-    def _is_another(there: bytes | None, mine: bytes | None, *, is_new: bool = False) -> bool:
-        """Return whether two descriptions are those of two runs, as far as they tell."""
-        created = _created(there), _created(mine)
-        return is_new if mine is None else None not in created and created[0] != created[1]
-
-    @staticmethod
-    def _found_in(directory: Path, told: bytes) -> Path | None:
+    def _found_in(directory: Path, content: bytes) -> Path | None:
         """Return the checkpoint that has a manifest already, if there is one."""
         for path in checkpoints(directory):
             with contextlib.suppress(OSError, ValueError):  # a damaged one is another one
-                if read_regular(path / MANIFEST_NAME, MANIFEST) == told:
+                if read_regular(path / MANIFEST_NAME, MANIFEST) == content:
                     return path
         return None
 
-    def _copy(self, name: str, told: bytes, target: Path) -> Path:
+    def _copy(self, name: str, content: bytes, target: Path) -> Path:
         """Copy a checkpoint's files and then its manifest, as a save would write them."""
         try:
-            manifest = Manifest.from_json(told)
+            manifest = Manifest.from_json(content)
         except CorruptCheckpointError as error:
             raise CorruptCheckpointError(f"{self.url}/checkpoints/{name}/{MANIFEST_NAME} {error}") from error
         with claimed(target) as writer:
             staging = staging_path(target, manifest.step, writer.number)
             writer.begun.add(staging.name)
             try:
-                return self._copy_to(staging, name, manifest, told)
+                return self._copy_to(staging, name, manifest, content)
             finally:
                 writer.begun.discard(staging.name)
 
-    def _copy_to(self, staging: Path, name: str, manifest: Manifest, told: bytes) -> Path:
+    def _copy_to(self, staging: Path, name: str, manifest: Manifest, content: bytes) -> Path:
         REAL_FILES.make_directory(staging)
         try:
             for file, record in manifest.files.items():
@@ -220,7 +250,7 @@ class Store:
                         f"{self.url}/checkpoints/{name}/{file} is not what was written: its size or sha256 "
                         "differs"
                     )
-            write_file(staging / MANIFEST_NAME, iter([memoryview(told)]), REAL_FILES)
+            write_file(staging / MANIFEST_NAME, iter([memoryview(content)]), REAL_FILES)
             REAL_FILES.sync_directory(staging)
             found = free_path(staging.parent, manifest.step)
             REAL_FILES.rename(staging, found)
@@ -259,29 +289,6 @@ class Store:
             raise
         except Exception as error:  # clients of stores raise errors of many packages
             raise CheckpointError(f"{self.url} {what}: {type(error).__name__}: {error}") from error
-
-
-def _described_in(run: Path) -> bytes | None:
-    with contextlib.suppress(OSError, ValueError):
-        return read_regular(run / _DESCRIPTION, DESCRIPTION)
-    return None
-
-
-def _entry(description: bytes | None, key: str) -> str | None:
-    with contextlib.suppress(ValueError):
-        told = None if description is None else json_of(description)
-        found = told.get(key) if isinstance(told, dict) else None
-        return found if isinstance(found, str) else None
-    return None
-
-
-def _created(description: bytes | None) -> str | None:
-    return _entry(description, "created")
-
-
-def _named(description: bytes | None) -> str:
-    name, created = _entry(description, "name"), _created(description)
-    return f", {name!r} of {created}" if name and created else ""
 
 
 def _blocks(source: io.BufferedIOBase) -> Iterator[memoryview]:
