@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _of_plan(args: argparse.Namespace) -> dict[str, Any]:
     from shoal.cluster import Cluster, limited
-    from shoal.cost import Memories
+    from shoal.cost import Memories, settle_split
     from shoal.cost.memory import by_piece
     from shoal.plan import Plan, SettledPlan
 
@@ -100,6 +100,7 @@ def _of_plan(args: argparse.Namespace) -> dict[str, Any]:
     if ":" not in args.cluster:
         cluster = cluster.with_devices(plan.ranks)
     workload = open_workload(args.model, args.sequence, cluster)
+    plan = settle_split(plan, workload, cluster, args.batch)
     memories = Memories(workload, cluster)
     ranks = memories.of(plan, args.batch)
     return {

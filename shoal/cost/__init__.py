@@ -23,6 +23,7 @@ from shoal.cost.kinds import Kinds, views_of
 from shoal.cost.layout import Layout
 from shoal.cost.memory.memory import Memories, RankMemory, memory_of
 from shoal.cost.outlook.calibrate import Calibration, calibrate
+from shoal.cost.stage_split import settle_split
 from shoal.cost.time.offload import Offload
 from shoal.cost.time.step import Costs
 
@@ -46,5 +47,6 @@ __all__ = [
     "fit_alpha_beta",
     "memory_of",
     "require_name",
+    "settle_split",
     "views_of",
 ]

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from shoal.collectives.values import all_gather_value
 from shoal.errors import ModelError, PlanError
 from shoal.models import Transformer, mixtures_of
 from shoal.parallel.axes import Axes
@@ -42,6 +44,7 @@ from shoal.parallel.pipeline.piece_memory import Batch
 from shoal.parallel.pipeline.pieces import Pieces, Room, cut_pieces
 from shoal.parallel.pipeline.runtime import Pipeline, StageEntry, StageHere
 from shoal.parallel.pipeline.stage_layout import StageLayout
+from shoal.parallel.pipeline.stage_split import CORES, settled_on_device
 from shoal.parallel.pipeline.stages import take_stages
 from shoal.parallel.place import place
 from shoal.parallel.precision import cast_inputs, kept_in_fp32
@@ -117,8 +120,7 @@ def parallelize(
     given, layout = layout, None if plan.tp == 1 else layout_of(model) if layout is None else layout
     pieces = None
     if plan.pp > 1:
-        room = _room(model, plan, layout, batch, on) if plan.split == "cost" else None
-        pieces = cut_pieces(model, plan, stages, room)
+        pieces = _cut(model, plan, layout, stages, batch, on)
         plan = plan.replace(split=pieces.split)
     axes = Axes.build(plan, recorder, are_ends_tied=pieces is not None and bool(pieces.tied))
     if plan.sharding.cuts_weights and not blocks:
@@ -248,15 +250,30 @@ def _cast_frozen(model: nn.Module, dtype: torch.dtype, in_fp32: frozenset[str]) 
             parameter.data = parameter.data.to(torch.float32 if name in in_fp32 else dtype)
 
 
-def _room(
-    model: nn.Module, plan: Plan, layout: TensorLayout | None, batch: Batch | None, device: torch.device
-) -> Room | None:
-    """Return the memory that the stages of a rank must fit into; None if the system does not say."""
+def _cut(
+    model: nn.Module,
+    plan: Plan,
+    layout: TensorLayout | None,
+    stages: StageLayout | None,
+    batch: Batch | None,
+    device: torch.device,
+) -> Pieces:
+    """Cut the model into stages. With a split by cost, all ranks get the stages for rank 0's kind of device.
+
+    The arguments are those of `parallelize`.
+    """
+    if plan.split != "cost":
+        return cut_pieces(model, plan, stages)
     first = next(model.parameters()).device
     limit = memory_of_a_rank(model, device if first.type == "meta" else first)
-    if limit is None:
-        return None
-    return Room(limit, batch, {} if layout is None else cut_tensors(model, layout, plan, 0).cuts)
+    if stages is None:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else CORES
+        name = all_gather_value(name)[0] if dist.is_initialized() else name
+        plan = settled_on_device(model, plan, batch, name, limit)
+    room = None
+    if plan.split == "cost" and limit is not None:
+        room = Room(limit, batch, {} if layout is None else cut_tensors(model, layout, plan, 0).cuts)
+    return cut_pieces(model, plan, stages, room)
 
 
 def _staged(

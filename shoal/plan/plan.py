@@ -56,8 +56,8 @@ class Plan:
         virtual: Pipeline stages on each rank; None for the fewest that the schedule takes.
         activations: With schedule=search, the most activations that a rank may hold, in micro-batches of one
             stage; None for pp x virtual, as many as 1f1b holds.
-        split: The blocks of each stage: by their computed costs (cost), in equal numbers (count), or as the
-            number for each stage, such as 6-7-7-4.
+        split: The blocks of each stage: by their seconds on the machines (cost), in equal numbers (count), or
+            as the number for each stage, such as 6-7-7-4.
         microbatch: Sequences in one forward of one rank. None for the whole of the rank's batch; with pp > 1,
             for the largest that makes four micro-batches for each stage, or as many as possible.
         shares: The micro-batches of each rank along dp in a step: equally many (equal), or a number for each,

@@ -49,7 +49,7 @@ def split_by_cost(
     placement: Sequence[int] | None = None,
     limit: float | None = None,
     microbatches: int | None = None,
-    held: Sequence[int] | None = None,
+    held: Sequence[float] | None = None,
     factors: Sequence[float] | None = None,
 ) -> tuple[int, ...]:
     """Split a model so that a step takes as little time as possible.

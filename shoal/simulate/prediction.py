@@ -9,7 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from shoal.cluster import Cluster
-from shoal.cost import Costs, Layout
+from shoal.cost import Costs, Layout, settle_split
 from shoal.cost.time import compute_parts, workload_on
 from shoal.errors import RunError
 from shoal.plan import Plan, SettledPlan
@@ -67,6 +67,7 @@ class Prediction:
         lora = config.get("lora") or {}
         if lora.get("rank"):
             workload = with_adapters(workload, lora["rank"], lora["targets"], lora["dropout"])
+        plan = settle_split(plan, workload, cluster, config["batch"])
         return cls(workload, plan, config["batch"], cluster)
 
     @cached_property

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from shoal.cluster import Cluster, peak_of_all
-from shoal.cost import Alike, Costs
+from shoal.cost import Alike, Costs, settle_split
 from shoal.cost.time import crowded_seconds, straggler_share
 from shoal.plan import Groups, Plan, SettledPlan
 from shoal.plan.schedules import Played, Schedule, Times, make
@@ -143,7 +143,7 @@ def simulate(workload: Workload, cluster: Cluster, plan: Plan, batch: int, *, st
         ClusterError: The device's peak in the Plan's precision is not known.
     """
     plan.require_ranks(cluster.devices)
-    plan = SettledPlan.of(plan, batch)
+    plan = settle_split(SettledPlan.of(plan, batch), workload, cluster, batch)
     peak_of_all(cluster, plan.precision)  # raises
     costs, late, journal = Costs(workload, cluster), straggler_share(plan, cluster), Journal()
     alike = [_Course.of(each) for each in costs.alike(plan, batch)]

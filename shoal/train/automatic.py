@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from shoal.cluster import Cluster
+from shoal.cost import settle_split
 from shoal.cost.time import workload_on
 from shoal.errors import ConfigError, ModelError, UserError
 from shoal.models import Transformer, next_token_loss
@@ -24,7 +25,7 @@ from shoal.trace import trace
 from shoal.train.classes import require_data_parallel
 from shoal.train.config import TrainConfig
 from shoal.train.free_memory import within_memory
-from shoal.train.located import build_model
+from shoal.train.located import build_model, shape_of
 from shoal.train.optimizer import needs_whole_parameters
 from shoal.workload import Workload, transformer_shape, with_adapters
 
@@ -34,6 +35,7 @@ __all__ = [
     "Resolved",
     "choose_plan",
     "machines_and_work",
+    "settled_stages",
     "this_host",
     "workload_of_config",
 ]
@@ -115,6 +117,30 @@ def choose_plan(
             return Resolved(candidate.plan, found, tuple(passed_over))
     plain = SettledPlan.of(Plan(dp=ranks, precision=precision or "fp32"), config.batch)
     return Resolved(plain, found, tuple(passed_over))
+
+
+def settled_stages(config: TrainConfig, plan: SettledPlan, cluster: Cluster) -> SettledPlan:
+    """Return the Plan with the numbers of blocks that a split by cost means on a cluster.
+
+    A model whose work cannot be traced is split when it is laid over ranks, by its parameters.
+
+    Args:
+        config: The configuration.
+        plan: Its Plan.
+        cluster: The machines.
+
+    Raises:
+        ConfigError: The limit of memory cannot be read.
+        PlanError: The model has fewer blocks than there are stages.
+    """
+    if plan.pp == 1 or plan.split != "cost":
+        return plan
+    machines = within_memory(config, cluster, plan.ranks)
+    try:
+        workload = workload_of_config(config, shape_of(config), machines)
+    except UserError:
+        return plan
+    return settle_split(plan, workload, machines, config.batch)
 
 
 def machines_and_work(

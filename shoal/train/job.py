@@ -21,7 +21,7 @@ from shoal.parallel import require_documents, require_layout, require_trainable
 from shoal.plan import Plan, SettledPlan, parse_settings
 from shoal.run import Run, default_path, is_free
 from shoal.simulate import recorded_cluster
-from shoal.train.automatic import AUTOMATIC, PassedOver, Resolved, choose_plan
+from shoal.train.automatic import AUTOMATIC, PassedOver, Resolved, choose_plan, settled_stages
 from shoal.train.classes import prepared, require_classes, require_data_parallel
 from shoal.train.config import TrainConfig
 from shoal.train.first_weights import require_weights
@@ -159,7 +159,8 @@ def resolve(config: TrainConfig, ranks: int, before: Run | None = None) -> Resol
         cluster = cluster.with_devices(ranks)
     if config.plan == AUTOMATIC:
         return choose_plan(config, ranks, cluster)
-    return Resolved(_named_plan(config, ranks), cluster)
+    plan = _named_plan(config, ranks)
+    return Resolved(plan if cluster is None else settled_stages(config, plan, cluster), cluster)
 
 
 def _cluster_of(config: TrainConfig, before: Run | None) -> Cluster | None:
@@ -170,7 +171,7 @@ def _cluster_of(config: TrainConfig, before: Run | None) -> Cluster | None:
     return Cluster.parse(config.cluster) if config.cluster else None
 
 
-def _named_plan(config: TrainConfig, ranks: int) -> Plan:
+def _named_plan(config: TrainConfig, ranks: int) -> SettledPlan:
     settings = parse_settings(config.plan)
     if "dp" not in settings:
         settings["dp"] = max(1, ranks // _ranks_beside_dp(settings))

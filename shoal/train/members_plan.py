@@ -21,7 +21,7 @@ from shoal.models import mixtures_of
 from shoal.parallel import require_layout
 from shoal.plan import EQUAL, Plan, SettledPlan, Shares, divisors
 from shoal.simulate import played_seconds
-from shoal.train.automatic import choose_plan, machines_and_work
+from shoal.train.automatic import choose_plan, machines_and_work, settled_stages
 from shoal.train.classes import require_data_parallel
 from shoal.train.config import TrainConfig
 from shoal.train.free_memory import within_memory
@@ -48,6 +48,16 @@ def plan_for(job: Job, members: int) -> Plan:
     Raises:
         UserError: No Plan is legal for so few ranks, or none is known to be.
     """
+    plan = _layout_for(job, members)
+    if job.cluster is not None:
+        with contextlib.suppress(Exception):  # as below; it is split when it is laid over ranks
+            cluster = job.cluster.with_devices(plan.ranks)
+            return settled_stages(job.config, SettledPlan.of(plan, job.config.batch), cluster)
+    return plan
+
+
+def _layout_for(job: Job, members: int) -> Plan:
+    """Return the Plan of `plan_for`, whose stages may not be split yet."""
     plan = job.plan
     if members >= plan.ranks:
         return plan

@@ -6,14 +6,18 @@ import pytest
 import torch
 from torch import nn
 
+from shoal.cluster import Cluster
+from shoal.cost.time import workload_on
 from shoal.errors import PlanError
-from shoal.models import Transformer, TransformerConfig, next_token_loss
+from shoal.models import Transformer, TransformerConfig, next_token_loss, preset
 from shoal.parallel import Batch, apply, device_memory, local_part, parallelize
 from shoal.parallel.pipeline.piece_memory import with_memory
 from shoal.parallel.pipeline.pieces import Room, cut_pieces
 from shoal.parallel.pipeline.stage_costs import computed_costs
 from shoal.parallel.pipeline.stage_layout import stages_of
 from shoal.plan import Plan
+from shoal.simulate import simulate
+from shoal.workload import shape
 
 SEQ, MICROBATCH = 32, 2
 SHAPE = TransformerConfig(vocab_size=96, layers=6, hidden=32, heads=4, kv_heads=4, ffn=64, seq=SEQ)
@@ -177,6 +181,20 @@ def test_ranks_are_laid_out_within_what_they_have_or_all_refuse(ranks):
     free, tight, short = (ranks.run(split_within, 2, limit) for limit in (float("inf"), 700 * KIB, 8 * KIB))
     assert free != tight
     assert short == ["no split over 2 stages was found that keeps every rank within 8KiB"] * 2
+
+
+def laid_out(text, batch):
+    with torch.device("meta"):
+        model = Transformer(preset("tiny"))
+    return parallelize(model, text, batch=batch).plan.split
+
+
+@pytest.mark.parametrize("text", ["pp=2", "dp=2,pp=2", "pp=2,schedule=zb-v"])
+def test_ranks_are_laid_out_as_simulated_on_cores_where_nothing_names_the_machines(ranks, text):
+    plan, tiny = Plan.parse(text), shape("tiny")
+    cluster = Cluster.preset("laptop").with_devices(plan.ranks)
+    expected = simulate(workload_on(cluster, tiny), cluster, plan, 16).plan.split
+    assert ranks.run(laid_out, plan.ranks, text, Batch(16, tiny.seq)) == [expected] * plan.ranks
 
 
 # What there is

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_plans import ORDERS, random_cluster, random_plan
 
-from shoal.cost import Costs
+from shoal.cost import Costs, settle_split
 from shoal.plan import CHOICES
 from shoal.plan.schedules import NAMES
 from shoal.simulate import played_parts, played_passes, played_seconds, simulate
@@ -74,6 +74,7 @@ def test_forwards_and_backwards_alone_take_no_longer_than_a_step_with_any_shardi
 @settings(max_examples=40)
 def test_a_middle_that_repeats_is_skipped_and_the_step_is_as_long(case):
     costs, plan, batch = case
+    plan = settle_split(plan, costs.workload, costs.cluster, batch)
     whole = simulate(costs.workload, costs.cluster, plan, batch).seconds
     assert played_seconds(costs, plan, batch) == pytest.approx(whole, rel=1e-6)
 
