@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -311,7 +312,11 @@ def _how_to_go_on(run: Path) -> str:
     from shoal.checkpoint import checkpoints, step_of
 
     saved = checkpoints(run / "checkpoints")
-    return f"Step {step_of(saved[0])} is saved; continue with: shoal train --resume {run}" if saved else ""
+    return (
+        f"Step {step_of(saved[0])} is saved; continue with: shoal train --resume {shlex.quote(str(run))}"
+        if saved
+        else ""
+    )
 
 
 def _checked_job(args: argparse.Namespace, ranks: int) -> Job:
