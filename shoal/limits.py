@@ -154,6 +154,6 @@ def toml_of(content: bytes) -> dict[str, Any]:
         ValueError: It is not TOML in UTF-8, or nested too deeply.
     """
     try:
-        return tomllib.loads(content.decode())
+        return tomllib.loads(content.decode("utf-8-sig"))  # some editors begin a file with U+FEFF
     except RecursionError:
         raise ValueError("it is nested too deeply") from None

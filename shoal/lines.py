@@ -22,7 +22,7 @@ def bounded_lines(path: Path, longest: int = LONGEST_LINE) -> Iterator[str]:
     Raises:
         OSError: The file cannot be read, or is no regular one.
     """
-    with TextIOWrapper(BufferedReader(open_regular(path)), encoding="utf-8", errors="replace") as file:
+    with TextIOWrapper(BufferedReader(open_regular(path)), encoding="utf-8-sig", errors="replace") as file:
         while line := file.readline(longest):
             yield line
             if len(line) == longest and not line.endswith("\n"):

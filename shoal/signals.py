@@ -22,6 +22,7 @@ __all__ = [
     "STOPS",
     "EarlyEnd",
     "end_early",
+    "keep_exit_codes",
     "obey_parent_alone",
     "stopped_early",
     "take_signals",
@@ -58,6 +59,16 @@ def withhold_signals() -> set[signal.Signals | int]:
 def take_signals() -> None:
     """Take signals that were withheld from this thread, those that came meanwhile too."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ANSWERED)
+
+
+def keep_exit_codes() -> None:
+    """Let the system keep the exit codes of this process's children.
+
+    It does not where the program that started this one ignores the end of its own children (SIGCHLD), which
+    is inherited.
+    """
+    if signal.getsignal(signal.SIGCHLD) == signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def obey_parent_alone() -> None:
@@ -107,8 +118,10 @@ def end_early(code: int) -> None:
     """Let a signal end this program with an exit code, until others take the signals.
 
     A launcher takes them while there are ranks, and sets `EarlyEnd.has_begun`; a rank takes them for good.
+    They come also where the program that started this one had blocked them, which is inherited.
     """
     end = EarlyEnd(code)
     for number in STOPS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, end)
+    take_signals()

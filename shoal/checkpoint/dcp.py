@@ -15,11 +15,12 @@ makes it are allowed in it; the tensors are read with `weights_only`.
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import re
 import uuid
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import is_dataclass
 from enum import Enum
@@ -35,15 +36,17 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_by_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_by_dcp
 
 from shoal.checkpoint.coordinator import SingleProcess
+from shoal.checkpoint.coverage import check_coverage
 from shoal.checkpoint.files import REAL_FILES, remove_tree
 from shoal.checkpoint.load import fill
 from shoal.checkpoint.manifest import Manifest, read_manifest
 from shoal.checkpoint.piece import Piece
+from shoal.checkpoint.region import Region
 from shoal.checkpoint.save import save
 from shoal.checkpoint.shard import dtype_named
 from shoal.checkpoint.verify import verify
 from shoal.errors import CheckpointError, CorruptCheckpointError, RunError
-from shoal.limits import is_inside, open_regular
+from shoal.limits import is_inside, open_regular, strict_json_of
 
 __all__ = ["from_dcp", "to_dcp"]
 
@@ -122,11 +125,14 @@ def from_dcp(folder: Path, directory: Path, *, trusted: bool = False) -> tuple[P
         for key, each in metadata.items()
         if isinstance(each, TensorStorageMetadata)
     }
-    facts: dict[str, Any] = {"step": 0, "state": {"plan": "", "ranks": 0}}
+    facts: dict[str, Any] = {"step": 0, "state": {"plan": "", "ranks": 0}, "paths": {}}
     if _FACTS in tensors:
-        facts = json.loads(bytes(reader.read(_FACTS, tensors.pop(_FACTS)).tolist()))
-    paths = facts.get("paths") or _guessed_paths(tensors)
+        facts = _facts(folder, reader.read(_FACTS, tensors.pop(_FACTS)), tensors.keys())
+    paths = facts["paths"] or _guessed_paths(tensors)
     keys = {path: key for key, path in paths.items()}
+    if len(keys) < len(paths):
+        one, other = next((key, keys[path]) for key, path in paths.items() if keys[path] != key)
+        raise CheckpointError(f"{folder} has {one!r} and {other!r}, which are one tensor of a checkpoint")
     pieces = [Piece.whole(path, tensors[key]) for path, key in keys.items()]
     path = save(
         directory,
@@ -145,6 +151,22 @@ def _without_warnings() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         yield
+
+
+def _facts(folder: Path, text: torch.Tensor, keys: Collection[str]) -> dict[str, Any]:
+    """Return what `to_dcp` wrote beside the tensors.
+
+    Raises:
+        CorruptCheckpointError: It is not that.
+    """
+    try:
+        facts: dict[str, Any] = strict_json_of(bytes(text.tolist()))
+        step, state, paths = facts["step"], facts["state"], facts["paths"]
+        if not (type(step) is int and step >= 0 and isinstance(state, dict) and paths.keys() <= set(keys)):
+            raise ValueError("it is not what `shoal checkpoint convert` writes")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CorruptCheckpointError(f"{_FACTS} in {folder} cannot be read: {error!r}") from error
+    return facts
 
 
 def _require_empty(folder: Path) -> None:
@@ -227,7 +249,10 @@ class _Reader(FileSystemReader):
         try:
             with _without_warnings():
                 load_by_dcp({key: tensor}, storage_reader=self, planner=planner, no_dist=True)
-        except (OSError, CheckpointException) as error:
+        except CheckpointException as error:  # its text is that of tracebacks
+            cause = next(iter(error.failures.values()))[0]
+            raise CorruptCheckpointError(f"{key!r} in {self._folder} cannot be read: {cause!r}") from error
+        except OSError as error:
             raise CorruptCheckpointError(f"{self._folder} cannot be read: {error}") from error
         return tensor
 
@@ -252,12 +277,41 @@ class _Reader(FileSystemReader):
             raise CorruptCheckpointError(f"{path} cannot be read: {error!r}") from error
         if not isinstance(metadata, Metadata):
             raise CorruptCheckpointError(f"{path} holds {type(metadata).__name__} in place of Metadata")
+        try:
+            _require_whole(metadata)
+        except (AttributeError, TypeError, ValueError, CheckpointError) as error:
+            raise CorruptCheckpointError(f"{path} is not what DCP writes: {error}") from error
         for stored in (metadata.storage_data or {}).values():
             name = getattr(stored, "relative_path", None)
             place = self._folder / str(name)
             if not is_inside(name) or (place.exists() and not place.is_file()):
                 raise CorruptCheckpointError(f"{path} names {name!r:.200}, which is no file in its folder")
         return metadata
+
+
+def _require_whole(metadata: Metadata) -> None:
+    """Check that the chunks of each tensor hold each of its elements exactly once.
+
+    DCP leaves elements that no chunk has as they are in memory.
+
+    Raises:
+        AttributeError, TypeError, ValueError: It does not describe tensors.
+        CheckpointError: They do not.
+    """
+    if not isinstance(metadata.storage_data, dict | None):
+        raise TypeError(f"storage_data is {type(metadata.storage_data).__name__}")
+    for key, each in metadata.state_dict_metadata.items():
+        if not isinstance(key, str):
+            raise TypeError(f"{key!r:.80} is no name of a tensor")
+        if not isinstance(each, TensorStorageMetadata):
+            continue
+        dtype, shape = each.properties.dtype, tuple(each.size)
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"the type of {key!r:.80} is {dtype!r:.80}")
+        if math.prod(max(1, length) for length in shape) * dtype.itemsize >= 1 << 63:
+            raise ValueError(f"{key!r:.80} has the shape {shape!r:.80}")
+        regions = [Region(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in each.chunks]
+        check_coverage(key, shape, [(region, 0, region.elements) for region in regions])
 
 
 @final

@@ -14,7 +14,9 @@ one that has claimed the directory, see `shoal.run.writer`.
 
 from __future__ import annotations
 
+import os
 import re
+import warnings
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
@@ -54,7 +56,7 @@ def resolve(path: Path) -> list[Path]:
     Raises:
         CheckpointError: The path is none of these, or holds no checkpoint.
     """
-    real = path.resolve()
+    real = Path(os.path.realpath(path))  # unlike `resolve`, this raises no error for links in a circle
     if _COMPLETE.fullmatch(real.name) and real.is_dir():
         return [real]
     found = checkpoints(path) or checkpoints(path / "checkpoints")
@@ -93,8 +95,12 @@ def staging_path(directory: Path, step: int, writer: int) -> Path:
 
 
 def free_path(directory: Path, step: int) -> Path:
-    """Return the path of a complete checkpoint of `step`: the first revision that is newer than all."""
-    revisions = [_order(path)[1] for path in checkpoints(directory) if step_of(path) == step]
+    """Return the path of a complete checkpoint of `step`: the first revision that is newer than all.
+
+    Whatever has such a name counts, such as a link to a checkpoint that is gone: nothing can take its name.
+    """
+    ages = map(age_of, os.listdir(directory))
+    revisions = [age[1] for age in ages if age is not None and age[0] == step]
     return directory / (f"{_name(step)}.{max(revisions) + 1}" if revisions else _name(step))
 
 
@@ -117,6 +123,9 @@ def delete(paths: Iterable[Path], files: FileSystem) -> None:
 def sweep(directory: Path, files: FileSystem, writer: int, begun: Collection[str] = ()) -> None:
     """Remove checkpoints that an earlier process left half written or half deleted.
 
+    What cannot be removed, such as a file of another user, or one that another host has open over NFS, stays
+    with a name that no writer uses. It costs space, and a warning names it.
+
     Args:
         directory: The directory of checkpoints.
         files: The FileSystem to remove them from.
@@ -128,7 +137,15 @@ def sweep(directory: Path, files: FileSystem, writer: int, begun: Collection[str
         if path.name in begun:  # looked at after the listing: an entry is there before its directory
             continue
         if match and (match[2] == "deleted" or int(match[1] or 0) <= writer):
-            remove_tree(path, files)
+            try:
+                remove_tree(path, files)
+            except OSError as error:
+                # The process that began it may wake, and must not find it in its place.
+                if match[2] == "tmp":
+                    files.rename(path, path := path.with_suffix(".deleted"))
+                warnings.warn(
+                    f"{path} is left of an earlier save, and cannot be removed: {error}", stacklevel=2
+                )
 
 
 def _name(step: int) -> str:

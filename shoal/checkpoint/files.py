@@ -213,10 +213,10 @@ def hash_of_file(path: Path) -> str:
 
 
 def remove_tree(path: Path, files: FileSystem) -> None:
-    """Remove a directory and all that it holds; remove links and do not follow them."""
+    """Remove a file, or a directory and all that it holds; remove links and do not follow them."""
+    if path.is_symlink() or not path.is_dir():
+        files.remove_file(path)
+        return
     for child in sorted(path.iterdir()):
-        if child.is_dir() and not child.is_symlink():
-            remove_tree(child, files)
-        else:
-            files.remove_file(child)
+        remove_tree(child, files)
     files.remove_directory(path)

@@ -29,7 +29,8 @@ def retain(
     At least one checkpoint that stays is known to be sound before any is deleted: it is `sound`, or it is
     verified. `sound` stays though `keep` others may have higher steps, as after a return to an earlier step.
     If none of the newest `keep` is sound, the newest sound one among the older stays too. If none is sound,
-    none is deleted. One that this process is copying to a store stays until a later call.
+    none is deleted. One that this process is copying to a store stays until a later call. A link to a
+    checkpoint, which no save makes, stays and is none of the `keep`.
 
     Args:
         directory: The directory of checkpoints.
@@ -66,7 +67,7 @@ def retain(
 
 def _list_and_sweep(directory: Path, files: FileSystem) -> tuple[list[Path], set[str]]:
     """Return the checkpoints, newest first, and the names of those that this process reads now."""
-    found = checkpoints(directory)
+    found = [path for path in checkpoints(directory) if not path.is_symlink()]
     if not found:
         return [], set()
     with claimed(directory) as writer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -122,7 +123,10 @@ def _text(told: Sequence[Advice], path: Path) -> str:
                 f"  step {format_seconds(each.before)} now, {format_seconds(each.after)} predicted: "
                 f"{'up to ' if each.is_bound else ''}{each.gain:.1%} less",
                 f"  {paragraph(each.reason)}",
-                *[f"  shoal train --resume {path} --set '{setting}'" for setting in each.settings],
+                *[
+                    f"  shoal train --resume {shlex.quote(str(path))} --set '{setting}'"
+                    for setting in each.settings
+                ],
             ]
         )
         for each in told

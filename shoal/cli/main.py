@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import gc
 import os
 import select
@@ -13,6 +14,7 @@ from importlib import import_module
 from shoal.cli.version import PrintVersion
 from shoal.errors import ShoalError, WorkerError
 from shoal.limits import NotRegularError
+from shoal.signals import keep_exit_codes
 
 __all__ = ["main"]
 
@@ -22,6 +24,13 @@ _COMMANDS = (
     *("calibrate", "validate", "export", "memory", "doctor", "hang", "drain", "completion"),
 )
 """Each is also the name of its module, with `_` for `-`."""
+
+_OF_THE_PLACE = frozenset(
+    {errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
+    | {errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN, errno.EREMOTEIO}
+)
+"""Errors of the system that a path or its file system causes: a name that is too long, a disk that is full or
+that failed, a mount whose server is gone."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -34,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0; 1 for a failure; 2 for something given that cannot work; others as the command's
         help says.
     """
+    if arguments is None:
+        keep_exit_codes()
+        _open_standard_files()
     parser = argparse.ArgumentParser(
         prog="shoal",
         description="Trains one PyTorch model on many devices, and accounts for every millisecond.",
@@ -66,9 +78,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         sys.stderr.close()  # the reader of the output has read enough
         return 0
+    except OSError as error:
+        if error.filename is None or error.errno not in _OF_THE_PLACE:
+            raise
+        print(f"shoal: {error.filename!r:.300}: {error.strerror}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
     return code
+
+
+def _open_standard_files() -> None:
+    """Open those of stdin, stdout and stderr that this program was started without (`2>&-`), on nothing.
+
+    Else a file of a run would get such a number, and what a library prints would be written into it.
+    """
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, mode, closefd=False))
 
 
 def _has_lost_reader(descriptor: int) -> bool:

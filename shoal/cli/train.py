@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -129,6 +130,7 @@ def run(args: argparse.Namespace) -> int:
     args.launched = time.time() - (process_age() if _is_program() else 0.0)
     world = None if args.nodes is not None else find_world()  # srun may have started it once on each host
     if world is not None:
+        _require_ranks(args.nproc, world.ranks)
         return _as_rank(world, lambda: _checked_job(args, world.ranks), args.grace)
     with nursery_for(args, "shoal.train") as nursery:
         return (_on_this_machine if args.nodes is None else _on_hosts)(args, nursery)
@@ -197,6 +199,17 @@ def _wrong_nproc(given: str) -> ConfigError:
         possible="N, or MIN:MAX with 1 <= MIN <= MAX",
         change="write, for example, --nproc 4, or --nproc 2:4",
     )
+
+
+def _require_ranks(given: str | None, ranks: int) -> None:
+    """Check that --nproc does not ask for other ranks than those that another program started."""
+    if given not in (None, str(ranks)):
+        raise ConfigError(
+            f"--nproc {given} was given to a rank that torchrun, accelerate or srun started, one of {ranks}",
+            possible="without --nproc: the ranks are those that were started",
+            change="leave --nproc out, or start ranks here: unset RANK and WORLD_SIZE, or, in a shell "
+            "that srun started, SLURM_STEP_NUM_TASKS",
+        )
 
 
 def _require_elastic(job: Job, elasticity: Elasticity) -> None:
@@ -299,7 +312,11 @@ def _how_to_go_on(run: Path) -> str:
     from shoal.checkpoint import checkpoints, step_of
 
     saved = checkpoints(run / "checkpoints")
-    return f"Step {step_of(saved[0])} is saved; continue with: shoal train --resume {run}" if saved else ""
+    return (
+        f"Step {step_of(saved[0])} is saved; continue with: shoal train --resume {shlex.quote(str(run))}"
+        if saved
+        else ""
+    )
 
 
 def _checked_job(args: argparse.Namespace, ranks: int) -> Job:

@@ -25,7 +25,7 @@ def read_topology(path: Path, device: str | None = None) -> Topology:
         ClusterError: The file cannot be read, or is of no known tool, torn, or contradicts itself.
     """
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")
     except OSError as error:
         raise ClusterError(
             f"the topology {path} cannot be read: {error.strerror}",

@@ -32,7 +32,7 @@ def load_table(file: Path) -> Table:
         ConfigError: The file cannot be read, or a name or a value in it is wrong.
     """
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"the table of algorithms {file} cannot be read: {error}",

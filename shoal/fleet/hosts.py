@@ -45,7 +45,7 @@ def read_hosts(path: Path) -> list[Host]:
         ConfigError: The file cannot be read, or a line is no host.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"--hosts-file {path} cannot be read: {error}",

@@ -40,8 +40,8 @@ def events_of(path: Path) -> Iterator[dict[str, Any]]:
 
 def _open(path: Path) -> TextIO:
     if path.name.endswith(".gz"):
-        return gzip.open(path, "rt", encoding="utf-8", errors="replace")
-    return path.open(encoding="utf-8", errors="replace")
+        return gzip.open(path, "rt", encoding="utf-8-sig", errors="replace")
+    return path.open(encoding="utf-8-sig", errors="replace")
 
 
 def _refused(path: Path, what: str) -> RunError:

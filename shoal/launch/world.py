@@ -56,6 +56,12 @@ def find_world(environment: Mapping[str, str] = os.environ) -> World | None:
             possible=f"ranks from 0 to {world.ranks - 1}" if world.ranks else "at least one rank",
             change="set RANK and WORLD_SIZE as torchrun does",
         )
+    if world is not None and world.ranks > 1 and not 0 < world.master[1] < 1 << 16:
+        raise ConfigError(
+            f"MASTER_PORT={world.master[1]} in the launcher's environment is no port that ranks can meet at",
+            possible="1 to 65535",
+            change="set MASTER_PORT to a port that is free on the host of rank 0",
+        )
     return world
 
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from shoal.limits import open_regular
+from shoal.limits import json_of, open_regular
 from shoal.proc import boot_id, process_began
 
 __all__ = ["Claim", "claim_path", "claims_in", "is_alive", "lock", "newest_claim"]
@@ -103,7 +103,7 @@ def _read(directory: Path, number: int) -> Claim:
     for _ in range(_LOOKS):
         try:
             with open_regular(path) as file:
-                values: Any = json.loads(file.read(_SIZE))
+                values: Any = json_of(file.read(_SIZE))
                 claim = Claim(**{**values, "number": number})
                 is_copy = claim.inode != os.fstat(file.fileno()).st_ino
             return replace(claim, inode=0) if is_copy else claim

@@ -67,7 +67,7 @@ def read_events(paths: Iterable[Path]) -> list[Event]:
     lines: list[str] = []
     for path in paths:
         with contextlib.suppress(OSError), open_regular(path) as file:
-            lines += file.read().decode("utf-8", errors="replace").splitlines()
+            lines += file.read().decode("utf-8-sig", errors="replace").splitlines()
     return parse_events(lines)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -209,7 +210,9 @@ class Execution:
         if self._trainer.workers.leads:
             with self._time.part("save"):
                 path = self._saving.save_at_end()
-            self._say(f"stopped by a signal; saved {path}; go on with --resume {self._run.path}")
+            self._say(
+                f"stopped by a signal; saved {path}; go on with --resume {shlex.quote(str(self._run.path))}"
+            )
         return EXIT_STOPPED
 
     def _step(self, stop: StopSignal) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -257,7 +258,8 @@ def nothing_left_to_do(job: Job) -> str:
         return ""  # a signal has stopped the last validation
     return (
         f"{job.path} is complete: {made} of {asked} steps are made, and {last.name} is sound; nothing was "
-        f"started. To train longer: shoal train --resume {job.path} --set steps=N, with N above {made}"
+        f"started. To train longer: shoal train --resume {shlex.quote(str(job.path))} --set steps=N, with N "
+        f"above {made}"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import sys
 import time
 from typing import TextIO
@@ -138,6 +139,7 @@ def summary(run: Run, saves: str = "") -> str:
         ]
         lines.append(f"step        {format_seconds(parts.wall)}: {', '.join(shares)}")
     is_classifier = bool(described.get("config", {}).get("data", {}).get("label"))
-    then = f"shoal export {run.path} DIR" if is_classifier else f"shoal sample {run.path} --prompt 'def '"
-    lines.append(f"next        shoal report {run.path}    {then}")
+    path = shlex.quote(str(run.path))
+    then = f"shoal export {path} DIR" if is_classifier else f"shoal sample {path} --prompt 'def '"
+    lines.append(f"next        shoal report {path}    {then}")
     return "\n".join(lines)

@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from checkpoint_stand_ins import names, same_bits, share, wholes
 from rank_stand_ins import on_ranks
 from torch import nn
+from torch.distributed.checkpoint.metadata import Metadata
 
 from shoal.checkpoint import SingleProcess, compare, load, read_manifest, save, verify
 from shoal.checkpoint.dcp import from_dcp, to_dcp
@@ -148,9 +150,62 @@ def test_what_cannot_be_read_is_named(damage: str, tmp_path: Path) -> None:
             data.write_bytes(data.read_bytes()[:50])
         case _:
             data.unlink()
-    with pytest.raises(CorruptCheckpointError, match="cannot be read"):
+    with pytest.raises(CorruptCheckpointError, match="cannot be read") as told:
+        from_dcp(tmp_path / "dcp", tmp_path / "saved")
+    assert "Traceback" not in str(told.value)
+    assert names(tmp_path) == ["dcp", "first"]
+
+
+def whole_and_torn(shape: tuple[int, ...]) -> Callable[[Metadata], object]:
+    return lambda metadata: setattr(metadata.state_dict_metadata["model.b"], "size", torch.Size(shape))
+
+
+def without(name: str, value: object) -> Callable[[Metadata], object]:
+    return lambda metadata: setattr(metadata, name, value)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (whole_and_torn((9,)), "'model.b'.* in no piece"),  # a rank's part was lost
+        (whole_and_torn((4,)), "not in tensor 'model.b'"),
+        (whole_and_torn((1 << 62, 4)), "has the shape"),
+        (lambda metadata: metadata.state_dict_metadata["model.b"].chunks.clear(), "in no piece"),
+        (lambda metadata: metadata.state_dict_metadata["model.b"].chunks.append(None), "NoneType"),
+        (lambda metadata: metadata.state_dict_metadata.update({5: None}), "5 is no name"),
+        (without("storage_data", [1]), "storage_data is list"),
+        (without("state_dict_metadata", None), "NoneType"),
+    ],
+)
+def test_metadata_that_does_not_say_where_each_element_is_is_refused(
+    change: Callable[[Metadata], object], told: str, tmp_path: Path
+) -> None:
+    """DCP would leave what no chunk has as it is in memory, and such a checkpoint would look sound."""
+    to_dcp(saved(tmp_path / "first"), tmp_path / "dcp")
+    file = tmp_path / "dcp" / ".metadata"
+    change(metadata := pickle.loads(file.read_bytes()))
+    file.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CorruptCheckpointError, match=rf"\.metadata is not what DCP writes: .*{told}"):
         from_dcp(tmp_path / "dcp", tmp_path / "saved")
     assert names(tmp_path) == ["dcp", "first"]
+
+
+@pytest.mark.parametrize(
+    "facts",
+    ["{", '{"step": 1}', '{"step": NaN, "state": {}, "paths": {}}', '{"step": 1, "state": {}, "paths": []}'],
+)
+def test_facts_that_another_program_changed_are_named(facts: str, tmp_path: Path) -> None:
+    state = {"shoal.json": torch.frombuffer(bytearray(facts.encode()), dtype=torch.uint8)}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(CorruptCheckpointError, match=r"shoal\.json in .* cannot be read"):
+        from_dcp(tmp_path / "dcp", tmp_path / "saved")
+
+
+def test_two_keys_of_one_tensor_are_refused(tmp_path: Path) -> None:
+    state = {"a": torch.ones(2), "model.a": torch.ones(3)}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with pytest.raises(CheckpointError, match=r"'a' and 'model\.a', which are one tensor"):
+        from_dcp(tmp_path / "dcp", tmp_path / "saved")
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:

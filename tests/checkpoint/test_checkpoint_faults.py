@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import re
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -10,11 +12,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint_stand_ins import loaded, names, rewrite_manifest, same_bits, share, tensors, wholes
+from checkpoint_stand_ins import (
+    StoppingFiles,
+    loaded,
+    names,
+    rewrite_manifest,
+    same_bits,
+    share,
+    tensors,
+    wholes,
+)
 from permission_stand_ins import unprivileged
 from rank_stand_ins import on_ranks
 
 from shoal.checkpoint import (
+    REAL_FILES,
     Background,
     Coordinator,
     Manifest,
@@ -26,6 +38,7 @@ from shoal.checkpoint import (
     latest,
     load,
     resolve,
+    retain,
     save,
     verify,
 )
@@ -174,3 +187,84 @@ def test_a_type_of_a_later_version_is_named(tmp_path: Path) -> None:
         CheckpointError, match="type 'F4', which this version cannot read; possible types: BF"
     ):
         load(path, [Piece.whole("model/a", torch.ones(4))], SingleProcess())
+
+
+def saved_steps(directory: Path, *steps: int) -> list[Path]:
+    return [save(directory, step, wholes(tensors(step)), {}, SingleProcess()) for step in steps]
+
+
+def test_a_checkpoint_that_was_moved_and_linked_is_no_leftover(tmp_path: Path) -> None:
+    """One is on another disk, and a link is in its place: it is read, and never deleted through the link."""
+    saved, disk = tmp_path / "saved", tmp_path / "disk"
+    (old,) = saved_steps(saved, 1)
+    shutil.move(old, disk / old.name)
+    old.symlink_to(disk / old.name)
+    saved_steps(saved, 2, 3)
+    assert retain(saved, 1, SingleProcess()) == [saved / "step-00000002"]
+    assert checkpoints(saved) == [saved / "step-00000003", old]
+    verify(old)
+    assert saved_steps(saved, 1) == [saved / "step-00000001.1"]  # replaces the link, and not what it leads to
+    assert not old.is_symlink()
+    verify(disk / old.name)
+
+
+def test_a_link_does_not_count_as_a_checkpoint_that_stays(tmp_path: Path) -> None:
+    saved_steps(tmp_path, 1, 2, 3)
+    (tmp_path / "step-00000009").symlink_to("step-00000003")
+    retain(tmp_path, 2, SingleProcess())
+    assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000009"]
+
+
+@pytest.mark.parametrize("name", ["step-00000000.1.tmp", "step-00000000.deleted"])
+def test_what_is_called_like_a_leftover_and_is_no_directory_goes(name: str, tmp_path: Path) -> None:
+    saved, elsewhere = tmp_path / "saved", tmp_path / "elsewhere"
+    for folder in (saved, elsewhere):
+        folder.mkdir()
+    (elsewhere / "file").touch()
+    (saved / name).symlink_to(elsewhere)
+    saved_steps(saved, 1)
+    (saved / name).touch()
+    saved_steps(saved, 2)
+    assert names(saved) == ["step-00000001", "step-00000002"]
+    assert names(elsewhere) == ["file"]
+
+
+class BusyFiles(StoppingFiles):
+    """A file system on which another host has a file open, as NFS keeps it."""
+
+    def remove_file(self, path: Path) -> None:
+        if path.name.startswith(".nfs"):
+            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+        REAL_FILES.remove_file(path)
+
+
+@pytest.mark.parametrize("name", ["step-00000000.1.tmp", "step-00000000.1.deleted"])
+def test_a_leftover_that_cannot_be_removed_stops_no_save(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / name / ".nfs0001").touch()
+    for step in (1, 2):
+        with pytest.warns(UserWarning, match=r"step-00000000.1.deleted is left .*resource busy"):
+            save(tmp_path, step, wholes(tensors(step)), {}, SingleProcess(), BusyFiles(grain=1 << 20))
+    # A process that had begun it does not find it under the name that it would make complete.
+    assert names(tmp_path) == ["step-00000000.1.deleted", "step-00000001", "step-00000002"]
+    with pytest.warns(UserWarning, match="resource busy"):
+        assert retain(tmp_path, 1, SingleProcess(), files=BusyFiles()) == [tmp_path / "step-00000001"]
+
+
+@pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to("gone")])
+def test_a_step_whose_name_is_taken_is_saved_as_a_revision(
+    make: Callable[[Path], object], tmp_path: Path
+) -> None:
+    make(tmp_path / "step-00000001")
+    assert saved_steps(tmp_path, 1) == [tmp_path / "step-00000001.1"]
+    verify(tmp_path / "step-00000001.1")
+
+
+@pytest.mark.parametrize("action", ["ls", "verify"])
+def test_a_path_that_the_system_refuses_is_named(
+    action: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (circle := tmp_path / "circle").symlink_to(circle)
+    for path, refusal in ((circle, "symbolic links|does not exist"), (tmp_path / ("a" * 300), "too long")):
+        assert main(["checkpoint", action, str(path)]) in (1, 2)
+        assert re.search(refusal, capsys.readouterr().err)

@@ -202,6 +202,26 @@ def test_a_number_of_ranks_that_is_none_is_refused(refused, given):
     assert f"--nproc {given} is no number of ranks" in refused("train", "--nproc", given)
 
 
+@pytest.mark.parametrize("given", ["2", "1:2"])
+@pytest.mark.parametrize(
+    "started",
+    [
+        {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+        # A shell that `srun --pty bash` has started.
+        dict.fromkeys(("SLURM_STEP_NUM_TASKS", "SLURM_JOB_ID"), "1")
+        | dict.fromkeys(("SLURM_PROCID", "SLURM_LOCALID"), "0")
+        | {"SLURM_STEP_NODELIST": "node1"},
+    ],
+)
+def test_other_ranks_than_those_that_were_started_are_refused(refused, monkeypatch, started, given):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
+    told = refused("train", "--nproc", given)
+    assert f"--nproc {given} was given to a rank that torchrun, accelerate or srun started, one of 1" in told
+
+
 def test_a_launchers_environment_that_is_not_whole_is_refused(refused, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

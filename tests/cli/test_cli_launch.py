@@ -114,6 +114,8 @@ def test_hosts_of_a_file_have_ranks_of_their_own(tmp_path, capsys):
 
     (tmp_path / "hosts").write_text("# ours\nnode1 slots=8\n\nme@node2  # the new one\n")
     assert read_hosts(tmp_path / "hosts") == [Host("node1", 8), Host("me@node2")]
+    (tmp_path / "hosts").write_bytes(b"\xef\xbb\xbfnode1 slots=8\r\nme@node2\r\n")  # as some editors save it
+    assert read_hosts(tmp_path / "hosts") == [Host("node1", 8), Host("me@node2")]
     (tmp_path / "hosts").write_text("node1\nnode2 slots=many\n")
     assert main(["launch", "ssh", "--hosts-file", str(tmp_path / "hosts"), "--", "train"]) == 2
     assert "line 2 of" in capsys.readouterr().err

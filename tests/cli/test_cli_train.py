@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,8 +12,10 @@ import sys
 import pytest
 
 from shoal.cli.main import main
+from shoal.cli.train import _how_to_go_on
 from shoal.run import Run
 from shoal.testing import RankPool
+from shoal.train.live import summary
 
 PROGRAM = [sys.executable, "-m", "shoal"]
 STEPS = 6
@@ -83,6 +86,18 @@ def test_progress_is_on_stderr_and_the_summary_on_stdout(trained):
     kept = (folder / "local" / "log" / "rank-00000.log").read_text()
     assert f"step {STEPS}/{STEPS}" in kept
     assert ended["local"][0] in kept
+
+
+def test_the_commands_that_are_told_hold_for_a_directory_of_any_name(trained, tmp_path):
+    shutil.copytree(trained[0] / "local", copy := tmp_path / "it's a run\n")
+    told = shlex.split(summary(Run.open(copy)).partition("\nnext ")[2])
+    assert told[:5] == ["shoal", "report", str(copy), "shoal", "sample"]
+    assert shlex.split(_how_to_go_on(copy).partition("with: ")[2]) == [
+        "shoal",
+        "train",
+        "--resume",
+        str(copy),
+    ]
 
 
 def test_what_was_learnt_is_sampled_and_the_same_each_time(trained, capsys):

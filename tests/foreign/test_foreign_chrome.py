@@ -21,6 +21,10 @@ def event(category, name, start, duration, thread=1, **args):
     return {"ph": "X", "cat": category, "name": name, "pid": 0, "tid": thread, **times, "args": args}
 
 
+def gzip_file(path, text):
+    path.write_bytes(gzip.compress(text))
+
+
 def gpu_trace(rank, late=0.0, steps=4):
     """Steps of 100 ms: 5 load, 20 forward, 40 backward, all-reduce until 90 (10 hidden), 5 optimizer."""
     events, number = [{"ph": "M", "name": "process_name", "pid": 0, "args": {"name": "x"}}], 0
@@ -103,6 +107,14 @@ def test_a_trace_that_pytorch_writes_is_read(tmp_path):
 def test_a_list_without_an_object_around_it_is_a_trace_too(tmp_path):
     (tmp_path / "rank-5.json").write_text(json.dumps(gpu_trace(0)["traceEvents"]))
     assert read_foreign(tmp_path / "rank-5.json").ranks == (5,)
+
+
+@pytest.mark.parametrize("write", [lambda path, text: path.write_bytes(text), gzip_file])
+def test_a_trace_may_begin_with_the_mark_of_an_editor(tmp_path, write):
+    events = [event("cpu_op", "aten::mm", 0, 1)]
+    path = tmp_path / ("trace.json.gz" if write is gzip_file else "trace.json")
+    write(path, b"\xef\xbb\xbf" + json.dumps(events).encode())
+    assert list(events_of(path))[1:] == events
 
 
 def test_a_trace_that_is_cut_anywhere_is_refused_with_the_place(tmp_path):

@@ -101,6 +101,17 @@ def test_a_variable_that_is_not_a_number_is_named(environment, name, value):
         find_world({**environment, name: value})
 
 
+@pytest.mark.parametrize("environment", [TORCHRUN, SRUN])
+@pytest.mark.parametrize("port", ["0", "65536", "99999"])
+def test_a_port_that_no_rank_can_connect_to_is_refused(environment, port):
+    with pytest.raises(ConfigError, match=f"MASTER_PORT={port} .* is no port that ranks can meet at"):
+        find_world({**environment, "MASTER_PORT": port})
+    ranks, rank = (
+        ("WORLD_SIZE", "RANK") if "RANK" in environment else ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+    )
+    assert find_world({**environment, ranks: "1", rank: "0", "MASTER_PORT": port}).ranks == 1
+
+
 @pytest.mark.parametrize("change", [{"RANK": "8"}, {"WORLD_SIZE": "0"}, {"RANK": "0", "WORLD_SIZE": "0"}])
 def test_a_rank_beyond_the_number_of_ranks_is_refused(change):
     with pytest.raises(ConfigError, match="says that this is rank"):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import ShoalError
 from shoal.run import Run, metrics_line, read_metrics
+from shoal.run.events import read_events
 
 
 def refuse_constant(name: str) -> None:
@@ -69,3 +70,11 @@ def test_a_line_that_is_no_step_is_named(tmp_path: Path, line: str) -> None:
     path.write_text(metrics_line(0, {}) + line + "\n")
     with pytest.raises(ShoalError, match=r"metrics\.jsonl:2"):
         read_metrics(path)
+
+
+def test_a_file_that_an_editor_marked_loses_no_line(tmp_path: Path) -> None:
+    (path := tmp_path / "file").write_bytes(
+        b'\xef\xbb\xbf{"step":1,"time":1,"event":"began"}\r\n{"step":2}\r\n'
+    )
+    assert [values["step"] for values in read_metrics(path)] == [1, 2]
+    assert [event["event"] for event in read_events([path])] == ["began"]

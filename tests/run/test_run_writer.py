@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import RunError
-from shoal.run.claim import Claim, claims_in, is_alive
+from shoal.run.claim import Claim, claims_in, is_alive, newest_claim
 from shoal.run.writer import Claiming, claimed, is_written, name_group, require_free
 
 HOLD = """
@@ -141,6 +141,15 @@ def test_a_process_of_another_machine_counts_as_ended_once_it_is_silent(
         assert writer.number == 2
         other.kill()
     writer.require_newest()
+
+
+def test_a_claim_that_another_program_wrote_over_is_that_of_an_unknown_process(tmp_path: Path) -> None:
+    for text in ("[" * 1024, "\0" * 1024, "NaN", '{"number": 1}'):
+        (tmp_path / ".writer-00000001").write_text(text)
+        found = newest_claim(tmp_path)
+        assert found is not None
+        assert found.who == "process 0 on an unknown machine"
+        assert is_alive(tmp_path, found) is None
 
 
 def test_a_process_that_was_taken_over_finds_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

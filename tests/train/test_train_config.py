@@ -42,6 +42,11 @@ def test_an_empty_table_puts_back_the_defaults():
     assert config.batch == 4
 
 
+def test_a_file_may_begin_with_the_mark_of_an_editor(tmp_path):
+    (file := tmp_path / "run.toml").write_bytes(b"\xef\xbb\xbfsteps = 7\r\n")
+    assert load_config(file).steps == 7
+
+
 @pytest.mark.parametrize(
     ("setting", "read"),
     [
