@@ -103,7 +103,7 @@ def work(
     while trainer.step_count < steps:
         trainer.step()
     told.put(time.time())
-    trainer.workers.leave()
+    trainer.exchange.leave()
     trainer.close()
 
 

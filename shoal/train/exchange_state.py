@@ -15,8 +15,9 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from shoal.checkpoint import TensorRecord, dtype_named
-from shoal.parallel import LocalUpdates, Parallel
+from shoal.parallel import Parallel
 from shoal.parallel.data.strategy import Exchanging
+from shoal.parallel.exchange.worker_exchange import exchange_of
 
 __all__ = ["empty_like_saved", "kept_by_exchanges", "restore_exchanges"]
 
@@ -64,6 +65,5 @@ def _exchanges(
     for stage, strategy in enumerate(parallel.strategies):
         for bucket, exchange in strategy.exchanges().items():
             yield f"{_FOLDER}{stage}/{bucket}/", exchange
-    if isinstance(optimizer, LocalUpdates):
-        for name, summed in optimizer.exchanges().items():
-            yield f"{_LOCAL}{name}/", summed
+    for name, summed in exchange_of(optimizer, parallel).exchanges().items():
+        yield f"{_LOCAL}{name}/", summed

@@ -16,6 +16,7 @@ from shoal.checkpoint import Coordinator
 from shoal.data import AnyCorpus
 from shoal.errors import CheckpointError, ConfigError, TrainingError
 from shoal.launch import EXIT_STOPPED, PEER, Membership, StopSignal, World
+from shoal.parallel.exchange.worker_exchange import WorkerExchange
 from shoal.plan import Plan
 from shoal.record import ClockExchange, Marks, exchange_clocks
 from shoal.run import Account, Decision, Run, write_decision
@@ -46,7 +47,6 @@ from shoal.train.time_account import TimeAccount
 from shoal.train.trainer import Trainer
 from shoal.train.uploading import Uploading
 from shoal.train.validation import Validation
-from shoal.train.workers import Workers
 
 __all__ = ["Execution", "Regroup"]
 
@@ -74,7 +74,7 @@ class Execution:
         self._role = role
         self._membership = membership
         self._servers = None if role is None else role.servers()
-        self._workers: Workers | None = None  # until the Trainer is made
+        self._exchange: WorkerExchange | None = None  # until the Trainer is made
         self._looked_at = 0  # the step after which was last looked what is due
         self._device = device
         self._coordinator = coordinator
@@ -124,7 +124,7 @@ class Execution:
             compare_replicas=self._config.compare_replicas,
             offload_folder=offload_folder(self._config, job.path),
         )
-        self._workers = self._trainer.workers
+        self._exchange = self._trainer.exchange
         # These must stay unchanged when the run goes on, so that each sample is seen once an epoch.
         self._data = {
             "fingerprint": corpus.fingerprint,
@@ -168,9 +168,9 @@ class Execution:
             if self._is_stopped:
                 return self._end(stop)
             self._trainer.settle()
-            if self._trainer.workers.retire():
+            if self._trainer.exchange.retire():
                 self._do_what_is_due(stop)
-            self._trainer.workers.leave()
+            self._trainer.exchange.leave()
             self._clocks.close()
             self._recorder.close()  # the summary reads the timelines of all ranks
             self._trainer.close()
@@ -207,7 +207,7 @@ class Execution:
                 self._in_memory.save_now()
             self._time.leave()
             raise Regroup
-        if self._trainer.workers.leads:
+        if self._trainer.exchange.leads:
             with self._time.part("save"):
                 path = self._saving.save_at_end()
             self._say(
@@ -287,10 +287,10 @@ class Execution:
     def _do_what_is_due(self, stop: StopSignal) -> None:
         """Save, and then validate: a signal meanwhile loses no step."""
         before, step = self._looked_at, self._trainer.step_count
-        if not self._trainer.workers.has_merged:
+        if not self._trainer.exchange.is_savable:
             return
         self._looked_at = step
-        if not self._trainer.workers.leads:
+        if not self._trainer.exchange.leads:
             return
         with self._time.part("save"):
             if step == self._config.steps:
@@ -393,9 +393,9 @@ class Execution:
     @property
     def _is_first(self) -> bool:
         """Whether this is the rank that reports and writes what all share."""
-        if self._role is not None and (self._workers is None or self._workers.is_alone):
+        if self._role is not None and (self._exchange is None or self._exchange.worker < 0):
             return self._role.is_first
-        return self._world.rank == 0 and (self._workers is None or self._workers.leads)
+        return self._world.rank == 0 and (self._exchange is None or self._exchange.leads)
 
     def _meet(self) -> None:
         """Return once all ranks have come here."""

@@ -20,7 +20,6 @@ from shoal.checkpoint import (
 )
 from shoal.errors import CheckpointError, ConfigError, nearest
 from shoal.models import is_adapter, plain_name
-from shoal.parallel import LocalUpdates
 from shoal.train.put_off import give_put_off_values, note_loaded
 from shoal.train.state import pieces_to_load
 from shoal.train.trainer import Trainer
@@ -60,18 +59,13 @@ def begin_from(trainer: Trainer, given: str, say: Callable[[str], object]) -> No
     wanted.finish()
     parallel.changed()
     note_loaded(parallel)
-    _begin_here(trainer)
+    trainer.exchange.begin()
 
 
 def begin_from_first_values(trainer: Trainer) -> None:
     """Give the model the first values that were put off, if they were; call it before the first step."""
     give_put_off_values(trainer.parallel)
-    _begin_here(trainer)
-
-
-def _begin_here(trainer: Trainer) -> None:
-    if isinstance(trainer.optimizer, LocalUpdates):
-        trainer.optimizer.set_step(0)  # what workers change is counted from these weights
+    trainer.exchange.begin()
 
 
 def require_weights(given: str, model: nn.Module) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from statistics import fmean, median, stdev
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar, cast, final
 
 from torch.optim import Optimizer
 
@@ -343,4 +343,6 @@ def guide_of(optimizer: Optimizer, stepping: Stepping, plan: Plan, **settings: A
         plan: The Plan.
         settings: The other arguments of `Guide`.
     """
-    return Guide(stepping, optimizer, plan, **settings) if isinstance(optimizer, GuidedUpdates) else None
+    if not plan.exchanged.is_chosen or plan.replicas == 1:
+        return None
+    return Guide(stepping, cast(GuidedUpdates, optimizer), plan, **settings)

@@ -31,7 +31,8 @@ from shoal.checkpoint import (
 )
 from shoal.checkpoint import save as write_pieces
 from shoal.errors import CheckpointError
-from shoal.parallel import GuidedUpdates, LocalUpdates, Parallel, ServedUpdates, title_of
+from shoal.parallel import Parallel, title_of
+from shoal.parallel.exchange.worker_exchange import STEPS, exchange_of
 from shoal.parallel.optimizer.step_count import require_equal_steps
 from shoal.train.arguments import require_laid_out
 from shoal.train.exchange_state import empty_like_saved, kept_by_exchanges, restore_exchanges
@@ -47,12 +48,6 @@ from shoal.train.state import (
 )
 
 __all__ = ["Loaded", "OwnTraining", "all_ranks", "load", "load_training", "save", "training_to_save"]
-
-_RATES = "local_updates_rates"
-"""Key of `LocalUpdates.rates`, in the checkpoint's state."""
-
-_STEPS = "exchange_steps"
-"""Key of the steps made, in the checkpoint's state: its number may be another one."""
 
 _OWN = "own"
 """Key of the caller's state, in the checkpoint's state."""
@@ -209,8 +204,8 @@ def training_to_save(
     Raises:
         CheckpointError: On all ranks: the optimizer has state that a checkpoint cannot hold.
     """
-    if isinstance(optimizer, (LocalUpdates, GuidedUpdates, ServedUpdates)):
-        optimizer.settle()
+    exchange = exchange_of(optimizer, parallel)
+    exchange.settle()
     pieces: list[Piece] = []
     mine = parallel.saved_buffers()
 
@@ -223,7 +218,7 @@ def training_to_save(
     exchanged = kept_by_exchanges(parallel, optimizer)
     own = {**(of_rank or {}), **exchanged, **rotary_state(parallel.module)}
     pieces += _of_rank(coordinator.rank, buffers, own)
-    kept = {**state, **_progress_of(parallel, optimizer)}
+    kept = {**state, **exchange.to_save()}
     if optimizer is not None:
         kept["optimizer"] = title_of(optimizer)
     return pieces, kept
@@ -285,13 +280,9 @@ def load_training(
     of_optimizer.finish()
     restore_exchanges(parallel, optimizer, kept)
     if optimizer is not None:
-        steps = state.get(_STEPS, manifest.step)
+        steps = state.get(STEPS, manifest.step)
         parallel.set_step(steps)
-        if isinstance(optimizer, LocalUpdates):
-            rate, highest = state.get(_RATES, (0.0, 0.0))
-            optimizer.set_step(steps, (rate, highest))
-        elif isinstance(optimizer, GuidedUpdates):
-            optimizer.set_step(steps)
+        exchange_of(optimizer, parallel).load(steps, state)
     restore_rotary_state(parallel.module, rotary)
     return Loaded(state, is_same_layout)
 
@@ -316,16 +307,6 @@ def _require_same(
             f"{checkpoint} has the state of {kept}, and the optimizer is now {title_of(optimizer)}: use the "
             "same optimizer, or load only the weights"
         )
-
-
-def _progress_of(parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    """Return the steps made, and what else of them the exchange depends on, for a checkpoint's state."""
-    if isinstance(optimizer, LocalUpdates):
-        return {_STEPS: optimizer.steps, _RATES: optimizer.rates}
-    if isinstance(optimizer, GuidedUpdates):
-        return {_STEPS: optimizer.steps}
-    steps = [each.compressing.step for each in parallel.strategies if each.compressing is not None]
-    return {_STEPS: max(steps)} if steps else {}
 
 
 def _of_rank(

@@ -78,7 +78,7 @@ class Saving:
         """Make room for the saves to come, once a step was made, if this rank's worker saves."""
         every = self._config.every
         is_periodic = every == "auto" or 0 < every < self._trainer.steps
-        if is_periodic and self._is_beside and self._trainer.workers.leads:
+        if is_periodic and self._is_beside and self._trainer.exchange.leads:
             self._trainer.saves.prepare()
 
     def stepped(self, seconds: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 
@@ -126,6 +127,8 @@ def stale_guard_of(
         decided: Told of each decision.
     """
     exchange = plan.exchanged
-    if not isinstance(optimizer, ServedUpdates) or not exchange.staleness or not config.guard:
+    if not exchange.staleness or not config.guard:
         return None
-    return StaleGuard(optimizer, exchange, curvature, clip=config.clip, batch=batch, decided=decided)
+    return StaleGuard(
+        cast(ServedUpdates, optimizer), exchange, curvature, clip=config.clip, batch=batch, decided=decided
+    )

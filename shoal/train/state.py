@@ -30,12 +30,12 @@ from shoal.parallel import (
     Composed,
     Frozen,
     OffloadedOptimizer,
-    OuterState,
     Owned,
     Parallel,
     local_part,
     parts_of,
 )
+from shoal.parallel.exchange.outer_state import is_key_of
 
 __all__ = [
     "ToLoad",
@@ -192,7 +192,7 @@ def _add_state(
         if owned.start == owned.stop or owned.parameter not in on_device:
             continue
         for kind, key, record in by_name.get(owned.name, ()):
-            if key.startswith(OuterState.PREFIX) is not isinstance(optimizer, OuterState):
+            if not is_key_of(optimizer, key):
                 continue
             state, dtype = states.setdefault(owned.parameter, {}), dtype_named(record.dtype)
             path = f"{kind}/{key}/{owned.name}"

@@ -19,6 +19,7 @@ from shoal.models import Transformer
 from shoal.parallel import Batch, Parallel, Replicas, own_device, parallelize, plan_of
 from shoal.parallel.compiled import compiled, uncompiled
 from shoal.parallel.device_memory import limit_logits
+from shoal.parallel.exchange.worker_exchange import exchange_of
 from shoal.plan import Plan, SettledPlan
 from shoal.record import NullRecorder, Recorder
 from shoal.run import Decision
@@ -46,7 +47,6 @@ from shoal.train.saves import Begun, Extra, Saves, Told
 from shoal.train.served import plan_of_ranks, serve_optimizer, stale_guard_of
 from shoal.train.stepping import Stepping
 from shoal.train.update import Update
-from shoal.train.workers import Workers
 
 __all__ = ["Trainer"]
 
@@ -102,7 +102,7 @@ class Trainer:
         step_count: Number of optimizer steps made, including skipped ones.
         position: Samples consumed, over all ranks: the state of the data.
         skips: Counts of skipped steps, in total and in a row.
-        workers: The course of the training, of which this rank's worker makes its part.
+        exchange: How this rank's worker and the others become equal.
         saved, saves: What its checkpoints hold; its checkpoints, and the one that is saved beside it.
 
     Raises:
@@ -180,8 +180,8 @@ class Trainer:
         if servers is not None:
             given = whole, steps, servers, self.coordinator, self._recorder
             self.optimizer = serve_optimizer(self.parallel, self.optimizer, self.config, *given)
-        axes, number, microbatch = self.parallel.axes, of_all // batch, self.plan.microbatch
-        self.workers = Workers(self.optimizer, number, steps, batch, axes=axes, seed=seed)
+        self.exchange = exchange_of(self.optimizer, self.parallel)
+        microbatch = self.plan.microbatch
         replicas = Replicas(self.parallel, compare_replicas)
         laid_out = self.parallel, self.optimizer, self.coordinator, replicas
         self.saved = SavedTraining(*laid_out, plan=str(self.plan if servers is None else whole), seed=seed)
@@ -191,14 +191,16 @@ class Trainer:
         update = Update(self.parallel, self.optimizer, self.config.clip)
         self._stepping = Stepping(
             self.parallel,
+            self._loader,
             self._passes,
             update,
-            self.workers,
+            self.exchange,
             RateCourse(self.optimizer, self.config, steps=steps, batch=of_all, schedule=schedule),
             ChangingBuffers(self.parallel.module),
             self._recorder,
             replicas,
             synchronise_buffers,
+            steps,
         )
         self._explainer = Explainer(self.parallel, self._loader, names, microbatch)
         self._evaluator = Evaluator(self.parallel, self._reader, self._recorder, seed, microbatch)
@@ -250,7 +252,7 @@ class Trainer:
         result = StepResult(
             turn.step + 1,
             passed.loss,
-            self.workers.norm(made.norm.whole),
+            self.exchange.norm_of_workers(made.norm.whole),
             passed.stop,
             learning_rate=made.rate,
             tokens=round(passed.tokens * self.parallel.axes.data.size * made.progress.shares),

@@ -6,7 +6,8 @@ from typing import Any, final
 
 import torch
 
-from shoal.parallel import GuidedUpdates, LocalUpdates, Parallel, ServedUpdates
+from shoal.parallel import Parallel
+from shoal.parallel.exchange.worker_exchange import exchange_of
 from shoal.parallel.optimizer.norm import limit_gradients
 
 __all__ = ["Update"]
@@ -32,8 +33,9 @@ class Update:
         self._parallel = parallel
         self._optimizer: Any = optimizer
         self._clip = clip
-        exchanges = isinstance(optimizer, (LocalUpdates, GuidedUpdates, ServedUpdates))
-        self.is_on_device = not exchanges and getattr(optimizer, "_step_supports_amp_scaling", False)
+        self._exchange = exchange_of(optimizer, parallel)
+        takes_scale = getattr(optimizer, "_step_supports_amp_scaling", False)
+        self.is_on_device = takes_scale and not self._exchange.needs_host
 
     def make(
         self, loss: torch.Tensor, norm: torch.Tensor, counted: torch.Tensor | None = None
@@ -50,20 +52,15 @@ class Update:
             Whether both are finite, a scalar; or whether other workers stepped, if nothing counts here.
         """
         is_finite = torch.isfinite(loss) & torch.isfinite(norm)
-        if isinstance(self._optimizer, ServedUpdates):
-            self._optimizer.loss = loss
-            self._optimizer.elements = None if counted is None else counted.item()
+        self._exchange.note(loss, counted)
         if not self.is_on_device:
             if is_finite.item():
-                is_clipped_by_servers = isinstance(self._optimizer, ServedUpdates) and self._optimizer.clips
-                if self._clip is not None and not is_clipped_by_servers:
+                if self._clip is not None and not self._exchange.clips:
                     limit_gradients(self._parallel.owned, norm, self._clip)
                 self._optimizer.step()
-            elif isinstance(self._optimizer, (LocalUpdates, GuidedUpdates, ServedUpdates)):
-                self._optimizer.pass_over()
-                if isinstance(self._optimizer, ServedUpdates):
-                    return is_finite | self._optimizer.follows
-            return is_finite
+                return is_finite
+            self._exchange.pass_over()
+            return is_finite | self._exchange.follows
         self._optimizer.found_inf = is_finite.logical_not().float()
         if self._clip is not None:
             self._optimizer.grad_scale = (norm / self._clip).clamp(min=1.0).float()

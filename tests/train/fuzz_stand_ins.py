@@ -63,17 +63,17 @@ def phase(case: Case, plan: str, addresses: Any, checkpoint: str, folder: Path, 
         told.losses.append(result.loss)
         told.norms.append(result.gradient_norm)
         if save and not told.checkpoint and trainer.step_count >= case.saved:
-            if trainer.workers.leads:
+            if trainer.exchange.leads:
                 told.checkpoint = str(trainer.save(folder))
             told.checkpoint = told.checkpoint or "by another worker"
             if addresses is not None and case.other:
                 break  # what others do after it is not compared
-    told.worker = trainer.workers.number if addresses else trainer.parallel.axes.workers.index
+    told.worker = trainer.exchange.worker if addresses else trainer.parallel.axes.workers.index
     told.weights = trainer.parallel.full_state_dict()
     told.parts = _digests(trainer)
     if addresses is not None:
-        trainer.workers.retire()
-        trainer.workers.leave()
+        trainer.exchange.retire()
+        trainer.exchange.leave()
     trainer.close()
     return told
 

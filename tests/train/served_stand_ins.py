@@ -109,10 +109,10 @@ def trained(trainer: Trainer) -> dict[str, Any]:
     told = {
         "loss": [each.loss for each in results],
         "gradient_norm": [each.gradient_norm for each in results],
-        "worker": trainer.workers.number,
+        "worker": trainer.exchange.worker,
         "skipped": trainer.skips.total,
     }
-    trainer.workers.leave()
+    trainer.exchange.leave()
     trainer.close()
     return {**told, "weights": [each.detach().clone() for each in trainer.parallel.module.parameters()]}
 

@@ -103,13 +103,13 @@ def served(tmp_path, config, turns):
         turns.guide(number, way)
         record = {"run": tmp_path / "run"} if number == 0 else {}
         one = trainer(plan, config, servers=way, **record)
-        while one.step_count < STEPS and one.workers.number < WORKERS:
+        while one.step_count < STEPS and one.exchange.worker < WORKERS:
             one.step()
             if one.optimizer.is_over:
                 break
         one.settle()
         values = one.parallel.module.weight.detach().clone()
-        one.workers.leave()
+        one.exchange.leave()
         one.close()
         return values
 

@@ -8,7 +8,7 @@ third, all workers have equal values, and only then it may change.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple, final
 
 import torch
@@ -17,16 +17,8 @@ from torch.optim import Optimizer
 from shoal.parallel.exchange.local_updates import LocalUpdates
 from shoal.parallel.exchange.mean_gradient import average_gradients
 from shoal.parallel.exchange.outer_settings import outer_settings
-from shoal.parallel.optimizer.composed import (
-    Composed,
-    OptimizerPart,
-    copy_settings,
-    loss_of,
-    parts_of,
-    title_of,
-    unscaled,
-)
-from shoal.parallel.owned import Owned
+from shoal.parallel.exchange.worker_exchange import STEPS, WorkerUpdates
+from shoal.parallel.optimizer.composed import copy_settings
 from shoal.parallel.parallel import Parallel
 from shoal.plan import SYNCHRONOUS, Exchange
 
@@ -51,7 +43,7 @@ class Averaged(NamedTuple):
 
 
 @final
-class GuidedUpdates(Composed):
+class GuidedUpdates(WorkerUpdates):
     """Step an optimizer, and exchange with other workers in the way that is followed at the time.
 
     At first workers average whole gradients. Its state is that of the optimizer: local updates begin anew
@@ -76,20 +68,12 @@ class GuidedUpdates(Composed):
         momentum: float | None = None,
         warmup: int | None = None,
     ) -> None:
-        super().__init__(optimizer.param_groups, {})
-        self._step_supports_amp_scaling = True  # a GradScaler calls `step` in each step
-        self._parallel = parallel
-        self._inner = optimizer
+        super().__init__(parallel, optimizer)
         self._outer = rate, momentum, warmup
         self._local: LocalUpdates | None = None
         self._is_dense = False
         self.steps = 0
         self.averaged: Averaged | None = None
-
-    @property
-    def title(self) -> str:
-        """See `Composed.title`."""
-        return title_of(self._inner)
 
     @property
     def local(self) -> LocalUpdates | None:
@@ -161,20 +145,14 @@ class GuidedUpdates(Composed):
         self._parallel.axes.workers.all_reduce(summed, "flags").wait()
         return summed
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def make_step(self) -> None:
         """Step this worker's optimizer, and merge what is due."""
-        loss = loss_of(closure)
-        if not unscaled(self):
-            self.pass_over()
-            return loss
         self.steps += 1
-        copy_settings(self.param_groups, self._inner.param_groups)
         if self._local is not None:
             copy_settings(self.param_groups, self._local.param_groups)
             self._local.step()
         else:
             self._inner.step()
-        return loss
 
     def pass_over(self) -> None:
         """Count a step that is left out: with local updates other workers wait for this one's merges."""
@@ -193,22 +171,17 @@ class GuidedUpdates(Composed):
         self.steps = steps
         self._follow(self._parallel.plan.replace(**SYNCHRONOUS).exchanged)
 
-    def parts(self, owned: Sequence[Owned]) -> Sequence[OptimizerPart]:
-        """See `Composed.parts`."""
-        return parts_of(self._inner, owned)
+    def end(self) -> None:
+        """See `WorkerExchange.end`."""
+        self.settle()
 
-    def show(self) -> None:
-        """See `Composed.show`."""
-        if isinstance(self._inner, Composed):
-            self._inner.show()
-        self.state = self._inner.state
+    def to_save(self) -> dict[str, Any]:
+        """See `WorkerExchange.to_save`."""
+        return {STEPS: self.steps}
 
-    def take(self) -> None:
-        """See `Composed.take`."""
-        copy_settings(self.param_groups, self._inner.param_groups)
-        self._inner.state = self.state
-        if isinstance(self._inner, Composed):
-            self._inner.take()
+    def load(self, steps: int, state: Mapping[str, Any]) -> None:
+        """See `WorkerExchange.load`."""
+        self.set_step(steps)
 
     def _follow(self, exchange: Exchange) -> None:
         self._parallel.axes.reach.is_apart = exchange.merges

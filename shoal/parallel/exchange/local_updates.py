@@ -18,8 +18,8 @@ workers go on meanwhile, and y_i keeps what these steps changed: y_i = y_i + (ne
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -30,31 +30,26 @@ from shoal.parallel.communication import Axis, Pending
 from shoal.parallel.exchange.mean_gradient import average_gradients
 from shoal.parallel.exchange.merges import Merges
 from shoal.parallel.exchange.outer_settings import Outer, outer_settings
-from shoal.parallel.exchange.outer_state import divided
+from shoal.parallel.exchange.outer_state import OuterState
 from shoal.parallel.exchange.rounds import Rounds
 from shoal.parallel.exchange.sums import CompressedSum
+from shoal.parallel.exchange.worker_exchange import STEPS, WorkerUpdates
 from shoal.parallel.exchange.worker_states import average_states
-from shoal.parallel.optimizer.composed import (
-    Composed,
-    OptimizerPart,
-    copy_settings,
-    loss_of,
-    parts_of,
-    title_of,
-    unscaled,
-)
-from shoal.parallel.owned import Owned, checksum
+from shoal.parallel.owned import checksum
 from shoal.parallel.parallel import Parallel
 from shoal.plan import Exchange
 
 __all__ = ["LocalUpdates"]
+
+_RATES = "local_updates_rates"
+"""Key of `LocalUpdates.rates`, in a checkpoint's state."""
 
 _PROGRESS = "local_updates"
 """Key of the steps made, in `state_dict()`."""
 
 
 @final
-class LocalUpdates(Composed):
+class LocalUpdates(WorkerUpdates):
     """Step an optimizer on each worker by itself, and merge the workers' values in rounds.
 
         optimizer = LocalUpdates(parallel, torch.optim.AdamW(parallel.parameters(), lr=4e-4))
@@ -77,11 +72,8 @@ class LocalUpdates(Composed):
         outer: Outer | None = None,
         exchange: Exchange | None = None,
     ) -> None:
-        super().__init__(optimizer.param_groups, {})
-        self._step_supports_amp_scaling = True  # a GradScaler calls `step` in each step
+        super().__init__(parallel, optimizer)
         exchange = parallel.plan.exchanged if exchange is None else exchange
-        self._parallel = parallel
-        self._inner = optimizer
         self._axis: Axis = parallel.axes.workers
         self._rounds = Rounds(exchange)
         self._merges = Merges(parallel, exchange, outer_settings(exchange) if outer is None else outer)
@@ -96,9 +88,9 @@ class LocalUpdates(Composed):
         self.register_load_state_dict_pre_hook(_take_progress)
 
     @property
-    def title(self) -> str:
-        """See `Composed.title`."""
-        return title_of(self._inner)
+    def outer(self) -> OuterState:
+        """See `WorkerUpdates.outer`."""
+        return self._merges.outer
 
     @property
     def is_dense(self) -> bool:
@@ -162,18 +154,11 @@ class LocalUpdates(Composed):
         told[1].wait()
         return told[0]
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def make_step(self) -> None:
         """Step this worker's optimizer, and merge what is due."""
-        loss = loss_of(closure)
-        if not unscaled(self):
-            self.pass_over()
-            return loss
-        copy_settings(self.param_groups, self._inner.param_groups)
         self._take_loaded()
         self._inner.step()
         self._advance()
-        return loss
 
     @torch.no_grad()
     def pass_over(self) -> None:
@@ -213,31 +198,26 @@ class LocalUpdates(Composed):
         self._merges.remember()
         self._merges.take_state()
 
-    def parts(self, owned: Sequence[Owned]) -> Sequence[OptimizerPart]:
-        """See `Composed.parts`."""
-        return [*parts_of(self._inner, owned), (self._merges.outer, owned)]
+    def end(self) -> None:
+        """See `WorkerExchange.end`."""
+        self.settle()
 
-    def show(self) -> None:
-        """See `Composed.show`."""
-        if isinstance(self._inner, Composed):
-            self._inner.show()
-        self.state = defaultdict(
-            dict,
-            {
-                each.parameter: {
-                    **self._inner.state.get(each.parameter, {}),
-                    **self._merges.outer.state[each.parameter],
-                }
-                for each in self._parallel.owned
-            },
-        )
+    def to_save(self) -> dict[str, Any]:
+        """See `WorkerExchange.to_save`: merges are due after numbers of steps."""
+        return {STEPS: self.steps, _RATES: self.rates}
+
+    def load(self, steps: int, state: Mapping[str, Any]) -> None:
+        """See `WorkerExchange.load`."""
+        rate, highest = state.get(_RATES, (0.0, 0.0))
+        self.set_step(steps, (rate, highest))
+
+    def begin(self) -> None:
+        """See `WorkerExchange.begin`: what workers change is counted from these weights."""
+        self.set_step(0)
 
     def take(self) -> None:
         """See `Composed.take`."""
-        copy_settings(self.param_groups, self._inner.param_groups)
-        self._merges.outer.state, self._inner.state = divided(self.state)
-        if isinstance(self._inner, Composed):
-            self._inner.take()
+        super().take()
         self._merges.drop()
         self._merges.part()
         self._merges.take_state()

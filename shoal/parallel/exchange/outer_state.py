@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from shoal.parallel.owned import Owned, local_part
 
-__all__ = ["OuterState", "divided"]
+__all__ = ["OuterState", "divided", "is_key_of"]
 
 _States = defaultdict[Any, dict[str, Any]]
 
@@ -80,6 +80,11 @@ class OuterState(Optimizer):
         """Forget what was left out of merges of these parameters."""
         for each in owned:
             self.state[each.parameter].pop("outer_error", None)
+
+
+def is_key_of(optimizer: Optimizer, key: str) -> bool:
+    """Return whether a state of this name belongs to an optimizer: to an `OuterState`, or to all others."""
+    return key.startswith(OuterState.PREFIX) is isinstance(optimizer, OuterState)
 
 
 def divided(states: Mapping[Any, Mapping[str, Any]]) -> tuple[_States, _States]:

@@ -8,31 +8,23 @@ what these changed; the servers make the outer step (`local_updates.py`).
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any, final
+from collections.abc import Sequence
+from typing import final
 
 import torch
 from torch.optim import SGD, Optimizer
 
 from shoal.checkpoint import Coordinator
 from shoal.collectives import codec_of
+from shoal.errors import TrainingError
 from shoal.parallel.exchange.conversations import Conversations
 from shoal.parallel.exchange.flat import pack, unpack
 from shoal.parallel.exchange.outer_settings import Outer
-from shoal.parallel.exchange.outer_state import OuterState, divided
+from shoal.parallel.exchange.outer_state import OuterState
 from shoal.parallel.exchange.pushes import Pushes
 from shoal.parallel.exchange.served_state import Loaded, give_state, require_elementwise, take_state
 from shoal.parallel.exchange.sums import seed_of
-from shoal.parallel.optimizer.composed import (
-    Composed,
-    OptimizerPart,
-    copy_settings,
-    loss_of,
-    title_of,
-    unscaled,
-)
-from shoal.parallel.owned import Owned
+from shoal.parallel.exchange.worker_exchange import Progress, Turn, WorkerUpdates
 from shoal.parallel.parallel import Parallel
 from shoal.plan import Compression
 from shoal.record import Recorder
@@ -44,7 +36,7 @@ _NONE = Compression()
 
 
 @final
-class ServedUpdates(Composed):
+class ServedUpdates(WorkerUpdates):
     """Step the optimizer of a model on parameter servers, as one worker of several.
 
         parallel = shoal.parallelize(model, plan.of_worker())
@@ -102,10 +94,9 @@ class ServedUpdates(Composed):
         feedback: float = 1.0,
         recorder: Recorder | None = None,
     ) -> None:
-        super().__init__(optimizer.param_groups, {})
-        self._step_supports_amp_scaling = True  # a GradScaler calls `step` in each step
+        super().__init__(parallel, optimizer)
         require_elementwise(optimizer)
-        self._parallel, self._inner, self._servers = parallel, optimizer, servers
+        self._servers = servers
         self._terms, self._ranks = terms, ranks
         self._talk = Conversations(recorder, parallel.axes.world)
         self.is_local = outer is not None
@@ -133,7 +124,7 @@ class ServedUpdates(Composed):
         self._made = 0  # steps since the last contribution, without those that were left out
         self.first = first
         self.worker = -1
-        self.staleness = 0
+        self.staleness: int = 0
         self.finished = self.complete = self.counted = first
         self.leads = False
         self.decision: Decision | None = None
@@ -148,14 +139,24 @@ class ServedUpdates(Composed):
         self._copies = [(each.local.numel(), each.family.copies * states) for each in parallel.owned]
 
     @property
-    def title(self) -> str:
-        """See `Composed.title`."""
-        return title_of(self._inner)
+    def outer(self) -> OuterState | None:
+        """See `WorkerUpdates.outer`."""
+        return self._outer if self.is_local else None
 
     @property
     def has_merged(self) -> bool:
         """Whether this worker has just taken the servers' values."""
         return self.decision is not None and tuple(self._shares) == self.decision.shares
+
+    @property
+    def is_savable(self) -> bool:
+        """See `WorkerExchange.is_savable`."""
+        return self.has_merged
+
+    @property
+    def weighs_by_elements(self) -> bool:
+        """See `WorkerExchange.weighs_by_elements`."""
+        return not self.is_local and self.mode.in_rounds
 
     @property
     def mean_loss(self) -> float | None:
@@ -187,6 +188,38 @@ class ServedUpdates(Composed):
         """Whether no share is left for this worker."""
         return self.worker >= 0 and not self._shares
 
+    def turn(self, steps: int, position: int, batch: int) -> Turn:
+        """See `WorkerExchange.turn`."""
+        if self.worker < 0:
+            self.first = steps * self._terms.workers
+        share = self.share()
+        if share is None:
+            raise TrainingError("no samples are left for this worker: the others train on the last of them")
+        return Turn(share // self._terms.workers, share * batch)
+
+    def progress(self, turn: Turn, batch: int) -> Progress:
+        """See `WorkerExchange.progress`."""
+        workers, steps = self._terms.workers, self._terms.shares // self._terms.workers
+        before, self.counted = self.counted, self.finished
+        if self.is_over:
+            return Progress(steps, steps * workers * batch, self.finished - before)
+        made = min(self.complete // workers, steps - 1)
+        return Progress(made, self.complete * batch, self.finished - before)
+
+    def note(self, loss: torch.Tensor, counted: torch.Tensor | None) -> None:
+        """See `WorkerExchange.note`."""
+        self.loss, self.elements = loss, None if counted is None else counted.item()
+
+    def loss_of_workers(self, own: torch.Tensor) -> torch.Tensor:
+        """See `WorkerExchange.loss_of_workers`."""
+        if self.mean_loss is None or not (own.isfinite() or self.follows):
+            return own
+        return torch.full_like(own, self.mean_loss)
+
+    def norm_of_workers(self, own: torch.Tensor) -> torch.Tensor:
+        """See `WorkerExchange.norm_of_workers`."""
+        return own if self.norm is None or not own.isfinite() else torch.full_like(own, self.norm)
+
     def share(self) -> int | None:
         """Return the share of the data to train on next; None if none is left. Joins at the first call.
 
@@ -201,20 +234,13 @@ class ServedUpdates(Composed):
             self._parallel.changed()
         return self._shares[0] if self._shares else None
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def make_step(self) -> None:
         """Make a step: on the servers, or by this worker; exchange when it is due."""
-        loss = loss_of(closure)
         self._require_pulled()
-        if not unscaled(self):
-            self.pass_over()
-            return loss
-        copy_settings(self.param_groups, self._inner.param_groups)
         self._made += 1
         if self.is_local:
             self._inner.step()
         self._advance()
-        return loss
 
     @torch.no_grad()
     def pass_over(self) -> None:
@@ -240,10 +266,7 @@ class ServedUpdates(Composed):
         self.show()
 
     def retire(self) -> bool:
-        """Wait until the worker that leads has saved the end of the training; return whether it was lost.
-
-        Then this worker leads, and has to save in its place.
-        """
+        """See `WorkerExchange.retire`."""
         if self.worker < 0 or self.leads or not self.is_over:
             return False
         leads = self._servers.retire(self.worker) if self._ranks.rank == 0 else False
@@ -251,32 +274,10 @@ class ServedUpdates(Composed):
         return self.leads
 
     def leave(self) -> None:
-        """Leave the training. The last worker ends the servers, after it has saved."""
+        """See `WorkerExchange.leave`."""
         if self.worker >= 0 and self._ranks.rank == 0:
             self._servers.leave(self.worker, is_last=self.leads and not self._shares)
         self._servers.close()
-
-    def parts(self, owned: Sequence[Owned]) -> Sequence[OptimizerPart]:
-        """See `Composed.parts`."""
-        return [(self._inner, owned), *([(self._outer, owned)] if self.is_local else [])]
-
-    def show(self) -> None:
-        """See `Composed.show`."""
-        self.state = defaultdict(
-            dict,
-            {
-                each.parameter: {
-                    **self._inner.state.get(each.parameter, {}),
-                    **(self._outer.state[each.parameter] if self.is_local else {}),
-                }
-                for each in self._parallel.owned
-            },
-        )
-
-    def take(self) -> None:
-        """See `Composed.take`."""
-        copy_settings(self.param_groups, self._inner.param_groups)
-        self._outer.state, self._inner.state = divided(self.state)
 
     def _join(self) -> None:
         """Join the training, give the servers the first values, and take theirs."""
