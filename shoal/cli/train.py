@@ -271,7 +271,7 @@ def _on_local_ranks(
 
 @contextlib.contextmanager
 def _noting_the_end(runs: Sequence[Path]) -> Iterator[None]:
-    """Note in the events of a run that its command ends, unless the run goes on in processes of another one."""
+    """Note in the events of a run that its command ends, unless another process writes the run."""
     from shoal.run import Run, write_event
     from shoal.run.writer import is_written
 
