@@ -8,6 +8,7 @@ outlive it. They end when their input is closed, when their parent ends, or by S
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -22,6 +23,7 @@ __all__ = [
     "STOPS",
     "EarlyEnd",
     "end_early",
+    "ignore_signals_at_exit",
     "keep_exit_codes",
     "obey_parent_alone",
     "stopped_early",
@@ -120,8 +122,24 @@ def end_early(code: int) -> None:
     A launcher takes them while there are ranks, and sets `EarlyEnd.has_begun`; a rank takes them for good.
     They come also where the program that started this one had blocked them, which is inherited.
     """
+    ignore_signals_at_exit()
     end = EarlyEnd(code)
     for number in STOPS:
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, end)
     take_signals()
+
+
+def ignore_signals_at_exit() -> None:
+    """Let no signal replace the exit code of this process while the interpreter ends it.
+
+    The interpreter gives each signal with a handler its default action back before it destroys modules. To
+    destroy torch may take a second, in which a second SIGTERM would end a run that is saved with 143.
+    """
+    atexit.unregister(_ignore_signals)
+    atexit.register(_ignore_signals)
+
+
+def _ignore_signals() -> None:
+    for number in ANSWERED:
+        signal.signal(number, signal.SIG_IGN)

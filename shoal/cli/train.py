@@ -284,15 +284,16 @@ def _on_local_ranks(
 
 @contextlib.contextmanager
 def _noting_the_end(runs: Sequence[Path]) -> Iterator[None]:
-    """Note in the events of a run that its command ends."""
+    """Note in the events of a run that its command ends, unless another process writes the run."""
     from shoal.run import Run, write_event
+    from shoal.run.writer import is_written
 
     try:
         yield
     finally:
-        for run in runs:
-            if (events := Run(run).events_file).exists():
-                write_event(events, "ended", reason="the command ends")
+        for run in map(Run, runs):
+            if run.events_file.exists() and not is_written(run.checkpoints):
+                write_event(run.events_file, "ended", reason="the command ends")
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from shoal.launch.launcher import OUTCOMES
 from shoal.launch.local_ranks import LAUNCHER
 from shoal.launch.outcome import EXIT_STOPPED, Outcome
 from shoal.launch.stopping import SAME
-from shoal.signals import STOPS, stopped_early, take_signals
+from shoal.signals import STOPS, ignore_signals_at_exit, stopped_early, take_signals
 
 __all__ = ["StopSignal", "run_rank"]
 
@@ -178,6 +178,7 @@ def run_rank(
 
     # Shoal's launcher decides what another Ctrl-C means; another one may send what all processes got already.
     stop = StopSignal(grace, end, SAME if folder is None else math.inf)
+    ignore_signals_at_exit()
     try:
         outcome = Outcome(rank=rank, exit_code=work(stop))
     except BaseException as error:

@@ -14,6 +14,7 @@ import pytest
 from shoal.cli.main import main
 from shoal.cli.train import _how_to_go_on
 from shoal.run import Run
+from shoal.run.writer import claimed
 from shoal.testing import RankPool
 from shoal.train.live import summary
 
@@ -234,3 +235,14 @@ def test_a_run_goes_on_with_the_number_of_ranks_that_its_new_plan_names(trained,
     run = Run.open(tmp_path / "run")
     assert run.description["world_size"] == 1
     assert [values["step"] for values in run.metrics()] == list(range(1, STEPS + 3))
+
+
+def test_a_refused_command_notes_no_end_of_the_run_that_another_one_writes(trained, tmp_path, capsys):
+    shutil.copytree(trained[0] / "local", tmp_path / "run")
+    run = Run.open(tmp_path / "run")
+    before = run.events_file.read_bytes()
+    words = ["train", "--resume", str(run.path), "--nproc", "2", "--set", f"steps={STEPS + 2}"]
+    with claimed(run.checkpoints):
+        assert main(words) == 2
+    assert "writes the run" in capsys.readouterr().err
+    assert run.events_file.read_bytes() == before

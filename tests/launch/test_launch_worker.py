@@ -274,3 +274,28 @@ def test_a_launcher_ends_at_a_signal_until_it_takes_signals_and_has_nothing_to_s
     os.kill(os.getpid(), signal.SIGUSR1)  # as a launcher passes it on
     assert caught.value.code == 75
     assert capsys.readouterr().err == "shoal: stopped by SIGUSR1 before the first step: no step is lost\n"
+
+
+LATE = """
+import os, signal
+from shoal.launch import run_rank
+from shoal.signals import end_early
+
+class Late:
+    def __init__(self):
+        self.kill, self.words = os.kill, (os.getpid(), signal.NUMBER)
+
+    def __del__(self):  # called as modules are destroyed, when handlers are gone
+        self.kill(*self.words)
+
+late = Late()
+WORK
+raise SystemExit(75)
+"""
+
+
+@pytest.mark.parametrize("number", STOPS)
+@pytest.mark.parametrize("work", ["end_early(75)", "run_rank(0, lambda stop: 75)"])
+def test_a_signal_while_the_interpreter_ends_leaves_the_exit_code(number, work):
+    program = LATE.replace("NUMBER", number.name).replace("WORK", work)
+    assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 75
