@@ -13,11 +13,12 @@ had the slowest devices of every place, unless a Plan gives replicas shares of t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Generic, TypeVar
 
 from shoal.cluster import Cluster, devices_of, every_device
 from shoal.cost.layout import Layout
-from shoal.plan import Plan, SettledPlan
+from shoal.plan import ByFields, Plan, SettledPlan
 from shoal.plan.order import AXES, DEFAULT_ORDER, strides_of
 
 __all__ = ["ByKind", "Kinds", "views_of"]
@@ -52,8 +53,8 @@ class Kinds:
         for part in cluster.parts:
             self._bounds.append((devices.index(part.at_pace), begin, begin + part.devices))
             begin += part.devices
-        self._known: dict[tuple[int, int, int], tuple[tuple[int, ...], ...]] = {}
-        self._of_replicas: dict[tuple[object, ...], tuple[tuple[int, ...], ...]] = {}
+        self.of_pipeline = cache(self._of_pipeline)
+        self.of_replicas = ByFields(self._of_replicas)
 
     def by_place(self, plan: Plan) -> tuple[tuple[int, ...], ...]:
         """Return the kinds of each place along the pipeline of a Plan."""
@@ -63,7 +64,7 @@ class Kinds:
             stride = strides_of(plan.order, dict(zip(AXES, sizes, strict=True)))["pp"]
         return self.of_pipeline(plan.pp, stride, plan.ranks)
 
-    def of_pipeline(self, pp: int, stride: int, ranks: int) -> tuple[tuple[int, ...], ...]:
+    def _of_pipeline(self, pp: int, stride: int, ranks: int) -> tuple[tuple[int, ...], ...]:
         """Return the kinds of each place along a pipeline.
 
         Args:
@@ -71,26 +72,19 @@ class Kinds:
             stride: Ranks from one place to the next.
             ranks: Number of all ranks. If they are more than the Cluster has, the last part has the rest.
         """
-        key = pp, stride, ranks
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = tuple(self._of_place(place, *key) for place in range(pp))
-        return found
+        return tuple(self._of_place(place, pp, stride, ranks) for place in range(pp))
 
-    def of_replicas(self, plan: Plan) -> tuple[tuple[int, ...], ...]:
+    def _of_replicas(self, plan: Plan) -> tuple[tuple[int, ...], ...]:
         """Return the kinds of the ranks at each index along dp, for a Plan without a pipeline."""
-        mesh = plan.replicas, plan.shards, plan.cp, plan.tp, plan.order
-        found = self._of_replicas.get(mesh)
-        if found is None:
-            sets: list[set[int]] = [set() for _ in range(plan.dp)]
-            strides = strides_of(plan.order, dict(zip(AXES, (1, *mesh[:-1]), strict=True)))
-            for number, (kind, begin, end) in enumerate(self._bounds):
-                stop = plan.ranks if number == len(self._bounds) - 1 else min(end, plan.ranks)
-                for rank in range(begin, stop):
-                    replica = rank // strides["replicate"] % plan.replicas
-                    sets[replica * plan.shards + rank // strides["shard"] % plan.shards].add(kind)
-            found = self._of_replicas[mesh] = tuple(tuple(sorted(each)) for each in sets)
-        return found
+        sets: list[set[int]] = [set() for _ in range(plan.dp)]
+        sizes = 1, plan.replicas, plan.shards, plan.cp, plan.tp
+        strides = strides_of(plan.order, dict(zip(AXES, sizes, strict=True)))
+        for number, (kind, begin, end) in enumerate(self._bounds):
+            stop = plan.ranks if number == len(self._bounds) - 1 else min(end, plan.ranks)
+            for rank in range(begin, stop):
+                replica = rank // strides["replicate"] % plan.replicas
+                sets[replica * plan.shards + rank // strides["shard"] % plan.shards].add(kind)
+        return tuple(tuple(sorted(each)) for each in sets)
 
     def tightness(self, kinds: Sequence[int]) -> float:
         """Return the memory of the Cluster's `device` over the least memory of these kinds; 1 if uniform."""
@@ -126,7 +120,7 @@ class ByKind(Generic[T]):
         self.kinds = kinds
         self._costs = tuple(costs)
         self._seconds = seconds
-        self._known: dict[Layout, list[float]] = {}
+        self._seconds_of = cache(self._micro_batches)
 
     def all_at(self, plan: Plan | None = None, place: int = 0) -> tuple[T, ...]:
         """Return the costs on each kind of device, of all or of those at a place."""
@@ -150,9 +144,6 @@ class ByKind(Generic[T]):
         seconds = self._seconds_of(Layout.of(plan))
         return [max(seconds[kind] for kind in kinds) / seconds[0] for kinds in self.kinds.by_place(plan)]
 
-    def _seconds_of(self, layout: Layout) -> list[float]:
+    def _micro_batches(self, layout: Layout) -> list[float]:
         """Return the seconds of a micro-batch of all blocks on each kind."""
-        found = self._known.get(layout)
-        if found is None:
-            found = self._known[layout] = [self._seconds(each, layout) for each in self._costs]
-        return found
+        return [self._seconds(each, layout) for each in self._costs]

@@ -10,6 +10,7 @@ Nouns: Plan (how a step is laid over the devices), SettledPlan (a Plan with a fi
 
 from shoal.plan.block_choices import BlockChoices, block_choices
 from shoal.plan.boundary import Boundary
+from shoal.plan.by_fields import ByFields
 from shoal.plan.choices import CHOICES, DEGREES
 from shoal.plan.compression import BLOCK, CHUNK, Compression
 from shoal.plan.exchange import SYNCHRONOUS, Exchange
@@ -44,6 +45,7 @@ __all__ = [
     "VARIED",
     "BlockChoices",
     "Boundary",
+    "ByFields",
     "Compression",
     "Exchange",
     "FamilyGroups",

@@ -46,9 +46,14 @@ class Boundary:
             sender: Place of the ranks that send, from 0 to pp - 1.
             receiver: Place of the ranks that receive.
         """
-        groups = Groups.of(plan)
-        places = _places(groups.pp)
-        return cls(places[sender], places[receiver], groups.stage)
+        groups = Groups.of_pipeline(plan)
+        return cls.between(groups.pp, groups.stage, sender, receiver)
+
+    @classmethod
+    def between(cls, pp: Group, stage: Group, sender: int, receiver: int) -> Self:
+        """Return the pairs between two places along a pipeline, from its ranks and those of a stage."""
+        places = _places(pp)
+        return cls(places[sender], places[receiver], stage)
 
     @property
     def distance(self) -> int:

@@ -81,15 +81,21 @@ class Groups:
         )
 
     @classmethod
-    def of_mesh(cls, sizes: tuple[int, ...], ep: int, *, is_cut: bool) -> Groups:
-        """Return the groups of a mesh in the default order, whose ranks make each step together.
+    def of_pipeline(cls, plan: Plan) -> Groups:
+        """Return groups whose `pp` and `stage` are those of a Plan, whatever its sharding and exchange."""
+        return cls.of_mesh((plan.pp, 1, plan.dp, plan.cp, plan.tp), 1, is_cut=False, order=plan.order)
+
+    @classmethod
+    def of_mesh(cls, sizes: tuple[int, ...], ep: int, *, is_cut: bool, order: str = DEFAULT_ORDER) -> Groups:
+        """Return the groups of a mesh whose ranks make each step together.
 
         Args:
             sizes: Number of ranks along each of `AXES`.
             ep: Expert-parallel degree.
             is_cut: Whether states are sharded.
+            order: The order of the axes.
         """
-        return _groups(_Mesh(sizes, ep, is_cut, True, DEFAULT_ORDER, False))
+        return _groups(_Mesh(sizes, ep, is_cut, True, order, False))
 
     @cached_property
     def world(self) -> Group:

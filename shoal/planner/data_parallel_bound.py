@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import cache
 from operator import mul
 from typing import NamedTuple
 
@@ -98,9 +99,8 @@ class LeastDataParallel:
         self._is_alike = len(counts) == 1
         self._kinds = [*counts, workload.embedding, workload.end]
         self._whole = (*counts.values(), 1, 1)  # blocks of the model
-        self._families: dict[tuple[Degrees, HybridSharding], list[tuple[Family, list[int]]]] = {}
-        self._numbers: dict[tuple[int, ...], tuple[Numbers, ...]] = {}
-        self._reduced: dict[tuple[Degrees, HybridSharding, Numbers], float] = {}
+        self._families, self._reduce = cache(self._families_of), cache(self._reduce_of)
+        self.numbers_of = cache(self._numbers_of)
 
     def layers_of_rank(self, pp: int) -> int:
         """Return the number of layers of the rank that is bounded; 0 if it is the mean over all ranks."""
@@ -149,18 +149,15 @@ class LeastDataParallel:
             [self._reduce(degrees, sharding, (*each[:-2], 0, 0)) for each in set(self.numbers_of(split))]
         )
 
-    def numbers_of(self, split: tuple[int, ...]) -> tuple[Numbers, ...]:
+    def _numbers_of(self, split: tuple[int, ...]) -> tuple[Numbers, ...]:
         """Return the numbers of blocks of each kind in each stage, with embedding and end."""
-        found = self._numbers.get(split)
-        if found is None:
-            each, first = list[list[int]](), 0
-            for number in split:
-                here = Counter(self._layers[first : first + number])
-                each.append([*[here[kind] for kind in self._kinds[:-2]], 0, 0])
-                first += number
-            each[0][-2] = each[-1][-1] = 1
-            found = self._numbers[split] = tuple(map(tuple, each))
-        return found
+        each, first = list[list[int]](), 0
+        for number in split:
+            here = Counter(self._layers[first : first + number])
+            each.append([*[here[kind] for kind in self._kinds[:-2]], 0, 0])
+            first += number
+        each[0][-2] = each[-1][-1] = 1
+        return tuple(map(tuple, each))
 
     def of_stage(self, degrees: Degrees, sharding: HybridSharding, numbers: Numbers) -> StageCommunication:
         """Return a lower bound on a stage's communication.
@@ -200,14 +197,10 @@ class LeastDataParallel:
         numbers[place] = 1
         return tuple(numbers)
 
-    def _reduce(self, degrees: Degrees, sharding: HybridSharding, numbers: Numbers) -> float:
+    def _reduce_of(self, degrees: Degrees, sharding: HybridSharding, numbers: Numbers) -> float:
         """Return the seconds of the gradients of these blocks in one bucket."""
-        key = degrees, sharding, numbers
-        found = self._reduced.get(key)
-        if found is None:
-            buckets = self._buckets(degrees, sharding, numbers)
-            found = self._reduced[key] = sum([reduce_seconds(bucket, self._cluster) for bucket in buckets])
-        return found
+        buckets = self._buckets(degrees, sharding, numbers)
+        return sum([reduce_seconds(bucket, self._cluster) for bucket in buckets])
 
     def _gather(self, degrees: Degrees, sharding: HybridSharding, numbers: Numbers) -> float:
         """Return the seconds of the weights of these blocks in one bucket."""
@@ -216,15 +209,14 @@ class LeastDataParallel:
 
     def _buckets(self, degrees: Degrees, sharding: HybridSharding, numbers: Numbers) -> list[Bucket]:
         """Return one bucket for each family of parameters."""
-        families = self._families.get((degrees, sharding))
-        if families is None:
-            dp, tp, pp, cp, ep = degrees
-            kind = sharding.kind
-            shards = dp // sharding.replicate if kind.cuts_optimizer else 1
-            groups = Groups.of_mesh((pp, dp // shards, shards, cp, tp), ep, is_cut=kind.cuts_optimizer)
-            held = [parameters_on_rank(block.parameters, tp, ep) for block in self._kinds]
-            families = [
-                (family, [family.count(each) for each in held]) for family in families_over(groups, tp, ep)
-            ]
-            self._families[degrees, sharding] = families
+        families = self._families(degrees, sharding)
         return [Bucket(sum(map(mul, numbers, counts)), 0, 0, family) for family, counts in families]
+
+    def _families_of(self, degrees: Degrees, sharding: HybridSharding) -> list[tuple[Family, list[int]]]:
+        """Return the families of parameters, each with its parameters of each kind of block."""
+        dp, tp, pp, cp, ep = degrees
+        kind = sharding.kind
+        shards = dp // sharding.replicate if kind.cuts_optimizer else 1
+        groups = Groups.of_mesh((pp, dp // shards, shards, cp, tp), ep, is_cut=kind.cuts_optimizer)
+        held = [parameters_on_rank(block.parameters, tp, ep) for block in self._kinds]
+        return [(family, [family.count(each) for each in held]) for family in families_over(groups, tp, ep)]

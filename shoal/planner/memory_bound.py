@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
@@ -76,8 +76,7 @@ class LeastMemory:
         self._blocks = tuple(Counter(workload.layers).items())
         self._before = [_counts_before(workload, block) for block, _ in self._blocks]
         self._is_alike = len(self._blocks) == 1
-        self._layers: dict[Layout, list[Share]] = {}
-        self._kept: dict[Layout, list[float]] = {}
+        self._layers, self._kept = cache(self._layers_by), cache(self._kept_by)
 
     def share(self, variant: Variant, split: Sequence[int]) -> Share:
         """Return the share of the first rank.
@@ -93,7 +92,7 @@ class LeastMemory:
             stages = _stages_of_first(*key)
             held = activation_peaks(*key, variant.microbatches)[0][0].whole
         if self._is_alike:
-            (layer,) = self._layers_of(variant.layout)
+            (layer,) = self._layers(variant.layout)
             counts = [split[stage] for stage in stages]
             number, kept = sum(counts), sum(map(mul, counts, held)) * layer.kept
             return Share(
@@ -101,7 +100,7 @@ class LeastMemory:
             )
         stops = list(accumulate(split))
         dense = experts = kept = 0.0
-        for layer, before in zip(self._layers_of(variant.layout), self._before, strict=True):
+        for layer, before in zip(self._layers(variant.layout), self._before, strict=True):
             counts = [before[stops[stage]] - before[stops[stage] - split[stage]] for stage in stages]
             dense += sum(counts) * layer.dense
             experts += sum(counts) * layer.experts
@@ -123,7 +122,7 @@ class LeastMemory:
             degrees: The parallel degrees.
             layout: The layout, which determines what layers keep.
         """
-        layers = self._layers_of(layout)
+        layers = self._layers(layout)
         if len(layers) == 1:
             number = math.ceil(len(self._workload.layers) / degrees.pp)
             dense, experts, kept = (number * each for each in layers[0][:3])
@@ -158,29 +157,21 @@ class LeastMemory:
         places = self._kinds.of_pipeline(degrees.pp, stage, stage * degrees.pp)
         return [self._kinds.tightness(each) for each in places]
 
-    def _layers_of(self, layout: Layout) -> list[Share]:
+    def _layers_by(self, layout: Layout) -> list[Share]:
         """Return the share of one layer of each kind, for one micro-batch."""
-        found = self._layers.get(layout)
-        if found is None:
-            kept = self._kept_by(layout._replace(ep=1, apart=None))
-            tp, ep = layout.tp, layout.ep
-            held = [block.under(layout.compile).parameters for block, _ in self._blocks]
-            found = self._layers[layout] = [
-                Share(each.whole + each.divided / tp, each.experts / ep, nbytes)
-                for each, nbytes in zip(held, kept, strict=True)
-            ]
-        return found
+        kept = self._kept(layout._replace(ep=1, apart=None))
+        tp, ep = layout.tp, layout.ep
+        held = [block.under(layout.compile).parameters for block, _ in self._blocks]
+        return [
+            Share(each.whole + each.divided / tp, each.experts / ep, nbytes)
+            for each, nbytes in zip(held, kept, strict=True)
+        ]
 
     def _kept_by(self, layout: Layout) -> list[float]:
         """Return the bytes that a layer of each kind keeps; they do not depend on expert parallelism."""
-        found = self._kept.get(layout)
-        if found is None and self._tiers.activations != "device":
-            found = self._kept[layout] = [0.0] * len(self._blocks)
-        if found is None:
-            found = self._kept[layout] = [
-                kept_bytes(block, self._workload, layout, is_layer=True) for block, _ in self._blocks
-            ]
-        return found
+        if self._tiers.activations != "device":
+            return [0.0] * len(self._blocks)
+        return [kept_bytes(block, self._workload, layout, is_layer=True) for block, _ in self._blocks]
 
 
 def _counts_before(workload: Workload, kind: Block) -> list[int]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from shoal.cost import Costs, Layout
 from shoal.cost.time import straggler_share, update_outside
@@ -67,7 +67,7 @@ class LeastStep:
             if space.tiers.optimizer != "device" and not space.cluster.cores:
                 self._begin = self._update = 0.0  # the host makes the update
         self._sums_of = lru_cache(maxsize=1 << 10)(self._sums)
-        self._waits: dict[Layout, float] = {}
+        self._waits = cache(self._waits_of)
 
     def update(self, owned: float) -> float:
         """Return the least seconds to update as many parameters as a rank owns."""
@@ -79,12 +79,10 @@ class LeastStep:
 
     def waits(self, layout: Layout) -> float:
         """Return the seconds in which a device with all blocks waits for the host, and other passes hide."""
-        if self.space.workload.synchronises:
-            return 0.0
-        found = self._waits.get(layout)
-        if found is None:
-            found = self._waits[layout] = max(kind.hosts.waits(layout) for kind in self._kinds)
-        return found
+        return 0.0 if self.space.workload.synchronises else self._waits(layout)
+
+    def _waits_of(self, layout: Layout) -> float:
+        return max(kind.hosts.waits(layout) for kind in self._kinds)
 
     def _sums(self, count: int) -> float:
         return min(kind.gradient_sums(self._alone, _MANY, count) for kind in self._kinds)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache, partial
 from typing import TypeVar
 
 from shoal.cluster import Cluster
-from shoal.cost import Costs, Layout, Memories, RankMemory
-from shoal.plan import OFFLOADED, UNSHARDED, SettledPlan
+from shoal.cost import Costs, Memories
+from shoal.plan import OFFLOADED, UNSHARDED, ByFields, SettledPlan
 from shoal.plan.schedules import kind_of
 from shoal.planner.balance import balanced_split
 from shoal.planner.bucket import usual_bucket
@@ -42,6 +42,8 @@ class Shared:
         costs, memories: Costs of steps, and memory of ranks.
         least_memory: Lower bounds on memory.
         works: Times of blocks.
+        shardings: Gives the shardings of Plans with these Degrees, with bounds.
+        fullest: Gives the memory of a Plan's fullest rank.
     """
 
     def __init__(
@@ -64,24 +66,17 @@ class Shared:
             LeastMemory(workload, cluster, space.tiers) if least_memory is None else least_memory
         )
         self._least_step = LeastStep(self.space, self.costs, self.least_memory)
-        self._shardings: dict[Degrees, Shardings] = {}
+        self.shardings = cache(partial(Shardings, self._least_step))
         self._buckets: dict[tuple[Degrees, HybridSharding], int] = {}
-        self._fullest: dict[SettledPlan, RankMemory] = {}
+        self.fullest = cache(partial(self.memories.fullest, batch=batch))
         self._played: dict[SettledPlan, float] = {}
         self._known: dict[SettledPlan, float] = {}
-        self._passes: dict[tuple[object, ...], float] = {}
+        self._passes = ByFields(partial(played_passes, self.costs))
 
     @property
     def late(self) -> float:
         """One more than the share of the passes that ranks wait for the slowest."""
         return self._least_step.late
-
-    def shardings(self, degrees: Degrees) -> Shardings:
-        """Return the shardings of Plans with these degrees, with bounds."""
-        found = self._shardings.get(degrees)
-        if found is None:
-            found = self._shardings[degrees] = Shardings(self._least_step, degrees)
-        return found
 
     def stages(self, variant: Variant, split: tuple[int, ...]) -> Stages:
         """Return the stages of a cut model, with their least seconds."""
@@ -104,13 +99,6 @@ class Shared:
     def shares(self, plan: SettledPlan) -> list[Share]:
         """Return the shares of the ranks of an unsharded Plan that may be fullest."""
         return self.least_memory.shares(self.memories.beside_states(plan, self.space.batch))
-
-    def fullest(self, plan: SettledPlan) -> RankMemory:
-        """Return the memory of a Plan's fullest rank."""
-        found = self._fullest.get(plan)
-        if found is None:
-            found = self._fullest[plan] = self.memories.fullest(plan, self.space.batch)
-        return found
 
     def played(self, plan: SettledPlan) -> float:
         """Return the seconds of a step under a Plan, played; the Plan is known from now on."""
@@ -141,13 +129,7 @@ class Shared:
         """Return the seconds of a Plan's forwards and backwards, played; 0 without a pipeline."""
         if plan.pp == 1:
             return 0.0
-        table = plan.schedule, plan.virtual, plan.activations, plan.split
-        key = Layout.of(plan), plan.dp, plan.pp, table, plan.order
-        found = self._passes.get(key)
-        if found is None:
-            count = plan.microbatches_of(self.space.batch)
-            found = self._passes[key] = played_passes(self.costs, plan, count)
-        return found
+        return self._passes(plan, plan.microbatches_of(self.space.batch))
 
     @property
     def known(self) -> Mapping[SettledPlan, float]:

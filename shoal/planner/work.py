@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -74,52 +75,47 @@ class Works:
         self._costs = costs
         self._kinds = tuple(Counter(costs.workload.pieces).items())
         self._kinds_of_devices = Kinds(costs.cluster)
-        self._ranks: dict[tuple[int, Layout, bool], float] = {}
-        self._computes: dict[Layout, Work] = {}
-        self._works: dict[Layout, Work] = {}
-        self._sums: dict[Layout, Sums] = {}
+        self._work, self._sums, self._ranks = (
+            cache(self._work_of),
+            cache(self._sums_of),
+            cache(self._ranks_of),
+        )
 
     def compute(self, layout: Layout) -> Work:
         """Return the times of blocks without the communication within them."""
-        work = self._computes.get(layout)
-        if work is None:
-            work = self._computes[layout] = self._work(_least(self._passes_of(layout, _compute)))
-        return work
+        return self._work(layout, _compute)
 
     def of(self, layout: Layout) -> Work:
         """Return the times of blocks."""
-        work = self._works.get(layout)
-        if work is None:
-            work = self._works[layout] = self._work(_least(self._passes_of(layout, _whole)))
-        return work
+        return self._work(layout, _whole)
 
     def on_first(self, layout: Layout) -> Work:
         """Return the times of blocks on the first kind of devices."""
         if self._kinds_of_devices.number == 1:
             return self.of(layout)
-        return self._work(self._passes_of(layout, _whole)[0])
+        return self._together(self._passes_of(layout, _whole)[0])
 
     def sums(self, layout: Layout) -> Sums:
         """Return sums over the layers, each on the devices that are quickest with it."""
-        found = self._sums.get(layout)
-        if found is None:
-            layers, every = self._costs.workload.layers, self._costs.all_at()
-            each = {
-                layer: (
-                    min(cost.forward + cost.backward for cost in costs),
-                    min(cost.forward for cost in costs),
-                    min(cost.forward + cost.backward - cost.compute.weight for cost in costs),
-                )
-                for layer, _ in self._kinds[1:-1]
-                for costs in [[on.block(layer, layout) for on in every]]
-            }
-            of_layers = [each[layer] for layer in layers]
-            whole, forward, chained = (
-                list(accumulate(column, initial=0.0)) for column in zip(*of_layers, strict=True)
+        return self._sums(layout)
+
+    def _sums_of(self, layout: Layout) -> Sums:
+        layers, every = self._costs.workload.layers, self._costs.all_at()
+        each = {
+            layer: (
+                min(cost.forward + cost.backward for cost in costs),
+                min(cost.forward for cost in costs),
+                min(cost.forward + cost.backward - cost.compute.weight for cost in costs),
             )
-            ends = _least(self._passes_of(layout, _whole))
-            found = self._sums[layout] = Sums(whole, forward, chained, ends[0], ends[-1])
-        return found
+            for layer, _ in self._kinds[1:-1]
+            for costs in [[on.block(layer, layout) for on in every]]
+        }
+        of_layers = [each[layer] for layer in layers]
+        whole, forward, chained = (
+            list(accumulate(column, initial=0.0)) for column in zip(*of_layers, strict=True)
+        )
+        ends = _least(self._passes_of(layout, _whole))
+        return Sums(whole, forward, chained, ends[0], ends[-1])
 
     def ranks(self, degrees: Degrees, layout: Layout, *, only_compute: bool) -> float:
         """Return how many ranks of the quickest devices the places along the pipeline make, at most.
@@ -131,13 +127,7 @@ class Works:
         """
         if self._kinds_of_devices.number == 1:
             return degrees.pp
-        key = degrees.pp, layout, only_compute
-        found = self._ranks.get(key)
-        if found is None:
-            found = self._ranks[key] = self._ranks_of(
-                degrees.pp, layout, _compute if only_compute else _whole
-            )
-        return found
+        return self._ranks(degrees.pp, layout, _compute if only_compute else _whole)
 
     def _ranks_of(self, pp: int, layout: Layout, passes: _PassesOf) -> float:
         each = self._passes_of(layout, passes)
@@ -162,7 +152,10 @@ class Works:
     def _total(self, each: Sequence[Passes]) -> float:
         return sum([sum(passes) * number for passes, (_, number) in zip(each, self._kinds, strict=True)])
 
-    def _work(self, each: Sequence[Passes]) -> Work:
+    def _work_of(self, layout: Layout, passes: _PassesOf) -> Work:
+        return self._together(_least(self._passes_of(layout, passes)))
+
+    def _together(self, each: Sequence[Passes]) -> Work:
         total = self._total(each)
         first, *layers, last = each
         mean = (total - sum(first) - sum(last)) / len(self._costs.workload.layers)

@@ -59,8 +59,8 @@ class StageProgram:
         self.data_parallel = DataParallel(
             plan, costs, stage, blocks, members, is_named=is_named, exchanges=exchanges
         )
-        self.keeps_sums = not plan.sharding.reduces_each_micro_batch
-        self._gathers_blocks = plan.sharding.cuts_weights and self.data_parallel.is_sharded
+        self.keeps_sums = not (exchanges and plan.sharding.reduces_each_micro_batch)
+        self._gathers_blocks = self.data_parallel.is_sharded and plan.sharding.cuts_weights
         self._gathers_all = self.data_parallel.is_sharded and not self._gathers_blocks
         self._passages: dict[tuple[Work, bool, bool], Passage] = {}
 

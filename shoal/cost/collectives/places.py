@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from shoal.cluster import Cluster, Level
 from shoal.cost.layout import Layout
-from shoal.plan import Boundary, Plan
+from shoal.plan import Boundary, Group
 from shoal.workload import Workload
 
 __all__ = ["alike_boundaries", "joining_level", "message_bytes", "message_seconds"]
@@ -39,11 +39,14 @@ def message_seconds(nbytes: float, boundary: Boundary, cluster: Cluster) -> floa
     return seconds
 
 
-def alike_boundaries(plan: Plan, placement: Sequence[int], cluster: Cluster) -> tuple[Boundary | None, ...]:
+def alike_boundaries(
+    pp: Group, stage: Group, placement: Sequence[int], cluster: Cluster
+) -> tuple[Boundary | None, ...]:
     """Return, for each stage but the last, a boundary whose messages take as long as those to the next stage.
 
     Args:
-        plan: The Plan.
+        pp: The ranks along the pipeline.
+        stage: The ranks of one stage.
         placement: The place of each stage along the pipeline. Where two stages are at one place, the result
             has None.
         cluster: The machines.
@@ -52,7 +55,7 @@ def alike_boundaries(plan: Plan, placement: Sequence[int], cluster: Cluster) -> 
     found: dict[tuple[int, int], Boundary | None] = {}
     pairs = list(pairwise(placement))
     for pair in set(pairs):
-        boundary = Boundary.of(plan, *pair)
+        boundary = Boundary.between(pp, stage, *pair)
         found[pair] = None if pair[0] == pair[1] else alike.setdefault(_way_of(boundary, cluster), boundary)
     return tuple([found[pair] for pair in pairs])
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 from shoal.cluster import Cluster
 from shoal.cost.kinds import Kinds
@@ -34,7 +34,7 @@ from shoal.cost.memory.states import States, frozen_bytes, states_of
 from shoal.cost.time.offload import fits_host, staging_bytes, tiers_on
 from shoal.cost.time.split import flop_costs, kept_pieces, pieces_by_stage, stored_pieces
 from shoal.cost.time.step import Costs
-from shoal.plan import SettledPlan
+from shoal.plan import UNSHARDED, ByFields, SettledPlan, Sharding
 from shoal.plan.schedules import Held
 from shoal.plan.stages import Cost
 from shoal.workload import Workload
@@ -144,9 +144,8 @@ class Memories:
         self._kinds = None if cluster is None or not cluster.parts else Kinds(cluster)
         self._costs = Costs(workload, cluster) if costs is None and cluster is not None else costs
         self._copies = copies
-        self._pieces: dict[tuple[Layout, frozenset[int], frozenset[int]], Pieces] = {}
-        self._uncovered: dict[tuple[object, ...], list[Outline]] = {}
-        self._largest: dict[tuple[object, ...], tuple[_Rank, ...]] = {}
+        self._pieces = cache(partial(Pieces, workload))
+        self._uncovered, self._largest = ByFields(self._uncovered_of), ByFields(self._largest_of)
 
     def of(self, plan: SettledPlan, batch: int) -> tuple[RankMemory, ...]:
         """Return the memory of every rank along `pp`, in a step of `batch` samples.
@@ -155,8 +154,11 @@ class Memories:
             PlanError: The batch does not divide into the Plan's micro-batches, or the model into its stages.
         """
         plan = SettledPlan.of(plan, batch)
-        layout = self.layout(plan)
-        ranks = (self._rank(plan, layout, outline) for outline in self._outlines(plan, layout, batch))
+        layout, count = self.layout(plan), plan.microbatches_of(batch)
+        ranks = (
+            self._rank(plan, layout, outline, plan.sharding, plan.bucket)
+            for outline in self._outlines(plan, layout, count)
+        )
         return tuple(self._memory(plan, batch, rank) for rank in ranks)
 
     def fullest(self, plan: SettledPlan, batch: int) -> RankMemory:
@@ -171,28 +173,24 @@ class Memories:
         Raises:
             PlanError: The model does not divide into the Plan's stages.
         """
-        layout = self.layout(plan)
-        tiers = plan.tiers
-        cut: tuple[object, ...] = (layout, plan.recomputed.blocks, tiers.activations, tiers.blocks)
-        if plan.pp > 1:
-            cut = *cut, plan.pp, plan.schedule, plan.virtual, plan.activations, plan.split
-            cut = *cut, plan.microbatches_of(batch) * plan.microbatch
-        if self._kinds is not None:
-            cut = *cut, plan.dp, plan.order
-        key = (*cut, plan.shard, plan.bucket) if plan.sharding.communicates_each_micro_batch else cut
-        key = *key, plan.offload
-        ranks = self._largest.get(key)
-        if ranks is None:
-            outlines = self._uncovered.get(cut)
-            if outlines is None:
-                every, tightness = self._outlines(plan, layout, batch), self._tightness(plan)
-                outlines = self._uncovered[cut] = _uncovered(every, tightness)
-            ranks = tuple(self._rank(plan, layout, outline) for outline in outlines)
-            self._largest[key] = ranks
+        sharding = plan.sharding if plan.sharding.communicates_each_micro_batch else UNSHARDED
+        bucket = plan.bucket if sharding.bucket_is_memory else 0
+        count = plan.microbatches_of(batch) if plan.pp > 1 else 1
+        ranks = self._largest(plan, self.layout(plan), count, sharding, bucket)
         fullest = ranks[0]
         if len(ranks) > 1:
             fullest = max(ranks, key=lambda rank: self._tensors(plan, batch, rank))
         return self._memory(plan, batch, fullest)
+
+    def _largest_of(
+        self, plan: SettledPlan, layout: Layout, count: int, sharding: Sharding, bucket: int
+    ) -> list[_Rank]:
+        """Return the ranks of which one is the fullest; the last two are those of `moments_of`."""
+        outlines = self._uncovered(plan, layout, count)
+        return [self._rank(plan, layout, outline, sharding, bucket) for outline in outlines]
+
+    def _uncovered_of(self, plan: SettledPlan, layout: Layout, count: int) -> list[Outline]:
+        return _uncovered(self._outlines(plan, layout, count), self._tightness(plan))
 
     def beside_states(self, plan: SettledPlan, batch: int) -> list[tuple[float, float, float, float]]:
         """Return what ranks at both ends of the pipeline hold beside their states, if nothing is sharded.
@@ -206,10 +204,12 @@ class Memories:
         """
         layout, tightness = self.layout(plan), self._tightness(plan)
         places = {0, 1, plan.pp - 2, plan.pp - 1}
-        outlines = _uncovered(self._outlines(plan, layout, batch, places), tightness)
+        count = plan.microbatches_of(batch)
+        outlines = _uncovered(self._outlines(plan, layout, count, places), tightness)
+        ranks = [self._rank(plan, layout, each, plan.sharding, plan.bucket) for each in outlines]
         return [
-            (each.dense, each.experts, rank.highest.whole + rank.messages, tightness[each.index])
-            for each, rank in ((each, self._rank(plan, layout, each)) for each in outlines)
+            (each.outline.dense, each.outline.experts, each.highest.whole + each.messages, each.tightness)
+            for each in ranks
         ]
 
     def stages(self, plan: SettledPlan, batch: int) -> tuple[range, ...]:
@@ -218,10 +218,13 @@ class Memories:
         Raises:
             PlanError: The model does not divide into the Plan's stages.
         """
-        layout = self.layout(plan)
+        return self._ranges(plan, plan.microbatches_of(batch))
+
+    def _ranges(self, plan: SettledPlan, count: int) -> tuple[range, ...]:
         paces = tuple if self._costs is None else partial(self._costs.paces, plan)
-        costs = partial(self._piece_costs, layout)
-        return pieces_by_stage(self.workload, plan, plan.microbatches_of(batch), costs, paces)
+        return pieces_by_stage(
+            self.workload, plan, count, lambda: self._piece_costs(self.layout(plan)), paces
+        )
 
     def _tensors(self, plan: SettledPlan, batch: int, rank: _Rank) -> float:
         """Return the bytes of a rank's tensors at its peak; as `required` where devices differ."""
@@ -297,30 +300,33 @@ class Memories:
         )
 
     def _outlines(
-        self, plan: SettledPlan, layout: Layout, batch: int, places: Container[int] | None = None
+        self, plan: SettledPlan, layout: Layout, count: int, places: Container[int] | None = None
     ) -> Iterator[Outline]:
         """Yield the outline of each rank along `pp`, or of those at these places."""
-        stages, microbatches = self.stages(plan, batch), plan.microbatches_of(batch)
+        stages = self._ranges(plan, count)
         kept = kept_pieces(self.workload, plan, stages)
         stored = stored_pieces(self.workload, plan, stages)
-        pieces = self._pieces.get((layout, kept, stored))
-        if pieces is None:
-            pieces = self._pieces[layout, kept, stored] = Pieces(self.workload, layout, kept, stored)
+        pieces = self._pieces(layout, kept, stored)
         if plan.pp == 1:
             return pieces.outlines(stages, (0,), ((Held((1.0,), (0.0,)),),), places)
         virtual = plan.stages // plan.pp
-        held = activation_peaks(plan.schedule, plan.pp, virtual, microbatches, plan.activations)
+        held = activation_peaks(plan.schedule, plan.pp, virtual, count, plan.activations)
         return pieces.outlines(stages, plan.placement, held, places)
 
-    def _rank(self, plan: SettledPlan, layout: Layout, outline: Outline) -> _Rank:
+    def _rank(
+        self, plan: SettledPlan, layout: Layout, outline: Outline, sharding: Sharding, bucket: int
+    ) -> _Rank:
         stack, ends = outline.stack, outline.ends
         activations = outline.activations + max([each.stored for each in stack.layers], default=0.0)
         update = Moment("optimizer", freed=_FP32 * (outline.dense + layout.ep * outline.experts))
-        moments = [*moments_of(plan, layout, activations, stack, ends, copies=self._copies), update]
+        moments = [
+            *moments_of(sharding, bucket, layout, activations, stack, ends, copies=self._copies),
+            update,
+        ]
         return _Rank(
             outline,
             _MESSAGES * stream_bytes(self.workload, layout) if plan.pp > 1 else 0.0,
-            activations + gathered_bytes(plan, layout, stack, ends),
+            activations + gathered_bytes(sharding, layout, stack, ends),
             tuple(moments),
             max(moments, key=lambda moment: moment.whole),
             self._tightness(plan)[outline.index],

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from shoal.cost.layout import Layout
 from shoal.cost.memory.activations import EndMemory
 from shoal.cost.memory.stack import Stack
-from shoal.plan import SettledPlan
+from shoal.plan import Sharding
 
 __all__ = ["Moment", "StageEnds", "gathered_bytes", "moments_of"]
 
@@ -83,7 +83,8 @@ class StageEnds:
 
 
 def moments_of(
-    plan: SettledPlan,
+    sharding: Sharding,
+    bucket: int,
     layout: Layout,
     held: float,
     stack: Stack,
@@ -94,20 +95,21 @@ def moments_of(
     """Yield the moments of one rank, without the layers at which memory cannot be highest.
 
     Args:
-        plan: The Plan, which says sharding and buckets.
-        layout: Layout of the same Plan.
+        sharding: The Plan's sharding.
+        bucket: The Plan's bytes of a bucket.
+        layout: The Plan's layout.
         held: Bytes of all activations at the rank's fullest moment.
         stack: The layers of the stage whose backward comes next.
         ends: The parts of the model's ends on the rank.
         copies: Whether the backend copies what it reduces.
     """
     layers = stack.layers
-    gathers = layout.width if plan.sharding.cuts_weights else 0
+    gathers = layout.width if sharding.cuts_weights else 0
     if ends.last is not None:
-        gathered = gathered_bytes(plan, layout, stack, ends)
+        gathered = gathered_bytes(sharding, layout, stack, ends)
         yield Moment("loss", held, ends.last.loss, gathered)
         yield Moment("head", held, ends.last.head, gathered)
-    buckets = _Buckets(plan, stack, ends, copies) if plan.sharding.cuts_gradients else None
+    buckets = _Buckets(sharding, bucket, stack, ends, copies) if sharding.cuts_gradients else None
     for place in stack.peak_candidates:
         layer = layers[place]
         left = held - ends.kept - stack.kept[place + 1]
@@ -116,12 +118,12 @@ def moments_of(
         yield Moment(f"block {place}", left + layer.whole, layer.working, gathers * gathered, filled, freed)
 
 
-def gathered_bytes(plan: SettledPlan, layout: Layout, stack: Stack, ends: StageEnds) -> float:
+def gathered_bytes(sharding: Sharding, layout: Layout, stack: Stack, ends: StageEnds) -> float:
     """Return the bytes of cut weights that are gathered when forward ends.
 
     The arguments are those of `moments_of`.
     """
-    if not plan.sharding.cuts_weights:
+    if not sharding.cuts_weights:
         return 0.0
     return layout.width * (ends.embedding + ends.head + sum([each.weights for each in stack.layers[:1]]))
 
@@ -129,14 +131,14 @@ def gathered_bytes(plan: SettledPlan, layout: Layout, stack: Stack, ends: StageE
 class _Buckets:
     """Gradients with zero2 and zero3: bucket 0 for the head, then one for each group of layers."""
 
-    def __init__(self, plan: SettledPlan, stack: Stack, ends: StageEnds, copies: bool) -> None:
+    def __init__(self, sharding: Sharding, bucket: int, stack: Stack, ends: StageEnds, copies: bool) -> None:
         self._stack = stack
         self._head = _FP32 * ends.trained
         self._copies = copies
         self._together = 1
-        if plan.sharding.bucket_is_memory and stack.layers:
+        if sharding.bucket_is_memory and stack.layers:
             layers, first = len(stack.layers), stack.gradients[1]
-            self._together = max(1, min(layers, round(plan.bucket / max(first, 1.0))))
+            self._together = max(1, min(layers, round(bucket / max(first, 1.0))))
 
     def at(self, place: int) -> tuple[float, float]:
         """Return the bytes of the buckets in memory in a layer's backward, and of those freed before."""

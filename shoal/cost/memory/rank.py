@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate, product
 from operator import mul
 
@@ -79,17 +80,20 @@ class Pieces:
     ) -> None:
         last = len(workload.layers) + 1
         known: dict[tuple[Block, bool, bool], BlockMemory] = {}
-        blocks = []
+        kinds = []
         for piece, block in enumerate(workload.pieces):
             made = as_kept(block) if piece in kept else block
             key = made, 0 < piece < last, piece in stored
             if key not in known:
                 found = block_memory(made, workload, layout, is_layer=0 < piece < last)
                 known[key] = in_file(found) if piece in stored else found
-            blocks.append(known[key])
-        self._blocks = tuple(blocks)
+            kinds.append(key)
+        self._blocks = tuple([known[key] for key in kinds])
+        numbers = {key: number for number, key in enumerate(known)}
+        self._numbers = tuple([numbers[key] for key in kinds])  # equal for equal blocks
+        self._of_number = tuple(known.values())
         self._ep = layout.ep
-        self._stacks: dict[tuple[int, ...], Stack] = {}
+        self._stack_of = cache(self._stack)
         self._kept = _sums(self._blocks, lambda block: block.kept)
         self._halves = _sums(self._blocks, lambda block: block.halves)
         self._dense = _sums(self._blocks, lambda block: block.dense)
@@ -155,19 +159,14 @@ class Pieces:
             tied + sum(_over(self._dense, stages)),
             sum(_over(self._experts, stages)),
             max([sum(map(mul, whole, kept)) + sum(map(mul, half, halves)) for whole, half in held]),
-            self._stack(layers),
+            self._stack_of(self._numbers[layers.start : layers.stop]),
             ends,
             (still + sum(_over(self._frozen[0], stages)), sum(_over(self._frozen[1], stages))),
         )
 
-    def _stack(self, layers: range) -> Stack:
-        """Return the stack of these layers, cached."""
-        blocks = self._blocks[layers.start : layers.stop]
-        key = tuple(map(id, blocks))
-        found = self._stacks.get(key)
-        if found is None:
-            found = self._stacks[key] = Stack.of(blocks, self._ep)
-        return found
+    def _stack(self, numbers: tuple[int, ...]) -> Stack:
+        """Return the stack of the layers with these blocks."""
+        return Stack.of([self._of_number[number] for number in numbers], self._ep)
 
 
 def _sums(blocks: Sequence[BlockMemory], of: Callable[[BlockMemory], float]) -> list[float]:

@@ -34,20 +34,21 @@ gradients, each may fill the gaps of the other, so that only their sum or the gr
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 from shoal.cluster import Cluster
 from shoal.cost.layout import Layout
 from shoal.cost.time.block import BlockCost
-from shoal.cost.time.bucket_times import BucketTimes, bucket_times
-from shoal.cost.time.buckets import Bucket
+from shoal.cost.time.bucket_times import bucket_times
+from shoal.cost.time.buckets import Family, families_of
+from shoal.cost.time.least import Passes
 from shoal.cost.time.stage_buckets import Runs, StageBuckets, or_smaller, runs_of, stage_buckets
 from shoal.cost.time.wire import Wire
 from shoal.plan import SettledPlan
 from shoal.workload import Block, Workload
 
-__all__ = ["DataParallelCosts", "Runs", "StageWork", "runs_of"]
+__all__ = ["DataParallelCosts", "ExchangeCost", "Runs", "StageWork", "runs_of"]
 
 
 class StageWork(NamedTuple):
@@ -66,6 +67,29 @@ class StageWork(NamedTuple):
     backward: float
     weight: float
     stops: tuple[float, float]
+
+
+class ExchangeCost(NamedTuple):
+    """What gradients and weights add to a stage, at least.
+
+    Attributes:
+        passes: Seconds of forwards and backwards, with what is exposed in every one.
+        before: Exposed seconds of weights that the stage's first forward waits for.
+        gathered: Seconds to gather all its weights once a step; 0 if they are not.
+        after: Exposed seconds of gradients that are reduced once, after its last backward. Without a pipeline
+            they are reduced beside that backward.
+        beside_first: How much its communications of a step slow compute, if all run beside it: the seconds,
+            and the most by which one second of communication slows compute. For a rank's first stage, whose
+            gathers `before` counts.
+        beside: How much they slow it for its other stages.
+    """
+
+    passes: Passes
+    before: float = 0.0
+    gathered: float = 0.0
+    after: float = 0.0
+    beside_first: tuple[float, float] = (0.0, 0.0)
+    beside: tuple[float, float] = (0.0, 0.0)
 
 
 class DataParallelCosts:
@@ -91,16 +115,52 @@ class DataParallelCosts:
         self._cost = cost
         self._workload = workload
         self._ends = workload.embedding, workload.end
-        self._known: dict[tuple[object, ...], StageBuckets] = {}
-        self._times: dict[tuple[object, ...], BucketTimes] = {}
-        self._last: tuple[SettledPlan, Runs, StageBuckets] | None = None  # asked for several times
+        self._buckets, self._times = cache(self._buckets_of), cache(partial(bucket_times, cluster=cluster))
 
-    def in_passes(self, plan: SettledPlan, stage: StageWork) -> tuple[float, float]:
+    def of(self, plan: SettledPlan, stage: StageWork, has_halves: bool) -> ExchangeCost:
+        """Return what gradients and weights add to a stage.
+
+        Args:
+            plan: The Plan.
+            stage: The stage.
+            has_halves: Whether the schedule makes backwards in two halves, of which the stage before waits
+                for the first.
+        """
+        if plan.ranks == plan.pp:
+            backward = stage.backward
+            return ExchangeCost(
+                Passes(stage.forward, backward, backward - stage.weight if has_halves else backward)
+            )
+        sharding, layout = plan.sharding, Layout.of(plan)
+        found = self._buckets(
+            stage.runs,
+            families_of(plan),
+            Wire.of(plan, self._workload),
+            plan.tp,
+            plan.ep,
+            layout.width,
+            None if sharding.cuts_weights else plan.bucket,
+            sharding.cuts_gradients,
+        )
+        gathers = sharding.gathers_each_step
+        forward, backward = self._in_passes(plan, found, stage, layout)
+        backward += stage.backward
+        back = stage.backward - stage.weight if has_halves else backward
+        return ExchangeCost(
+            Passes(stage.forward + forward, backward, back),
+            self._before_forward(found, stage, layout) if gathers else 0.0,
+            found.gather + found.ends if gathers else 0.0,
+            self._after_step(plan, found, stage, layout),
+            self._beside(plan, found, gathers=False),
+            self._beside(plan, found, gathers=gathers),
+        )
+
+    def _in_passes(
+        self, plan: SettledPlan, found: StageBuckets, stage: StageWork, layout: Layout
+    ) -> tuple[float, float]:
         """Return the least exposed seconds in every forward and every backward of a stage."""
-        if not plan.sharding.communicates_each_micro_batch or plan.ranks == plan.pp:
+        if not plan.sharding.communicates_each_micro_batch:
             return 0.0, 0.0
-        layout = Layout.of(plan)
-        found = self._buckets_of_stage(plan, stage, layout.width)
         if not plan.sharding.cuts_weights:
             return 0.0, self._behind_backward(found, 0.0, 0.0, stage, layout)
         before, again = 0.0, found.gather - found.top
@@ -112,56 +172,26 @@ class DataParallelCosts:
             behind = self._in_backward(found, again, stage, layout)
         return self._before_forward(found, stage, layout), before + behind
 
-    def before_step(self, plan: SettledPlan, stage: StageWork) -> float:
-        """Return the least exposed seconds of weights that a stage's first forward waits for."""
-        if not plan.sharding.gathers_each_step or plan.ranks == plan.pp:
-            return 0.0
-        layout = Layout.of(plan)
-        return self._before_forward(self._buckets_of_stage(plan, stage, layout.width), stage, layout)
-
-    def gathered_each_step(self, plan: SettledPlan, stage: StageWork) -> float:
-        """Return the seconds to gather all weights of a stage, once a step."""
-        if not plan.sharding.gathers_each_step or plan.ranks == plan.pp:
-            return 0.0
-        found = self._buckets_of_stage(plan, stage, Layout.of(plan).width)
-        return found.gather + found.ends
-
-    def beside(self, plan: SettledPlan, stage: StageWork, *, is_first: bool) -> tuple[float, float]:
-        """Return how much a stage's communications of a step slow compute, if all run beside it.
-
-        Args:
-            plan: The Plan.
-            stage: A stage.
-            is_first: Whether it is its rank's first stage, whose gathers `before_step` counts.
-
-        Returns:
-            The seconds, and the most by which one second of communication slows compute.
-        """
-        if plan.ranks == plan.pp or plan.pp == 1:
+    def _beside(self, plan: SettledPlan, found: StageBuckets, *, gathers: bool) -> tuple[float, float]:
+        """Return `ExchangeCost.beside`, with gathers once a step or without."""
+        if plan.pp == 1:
             return 0.0, 0.0
-        found, c = self._buckets_of_stage(plan, stage, Layout.of(plan).width), self._cluster.device.contention
-        loaded = found.gather_loaded if plan.sharding.gathers_each_step and not is_first else 0.0
+        c, loaded = self._cluster.device.contention, found.gather_loaded if gathers else 0.0
         loaded += 0.0 if plan.sharding.reduces_each_micro_batch else found.reduce_loaded
         return c * loaded, c * found.most_load
 
-    def after_step(self, plan: SettledPlan, stage: StageWork) -> float:
-        """Return the least exposed seconds of gradients that are reduced once, after a stage's last backward.
-
-        Without a pipeline they are reduced beside that backward.
-        """
-        if plan.sharding.reduces_each_micro_batch or plan.ranks == plan.pp:
+    def _after_step(self, plan: SettledPlan, found: StageBuckets, stage: StageWork, layout: Layout) -> float:
+        """Return `ExchangeCost.after`."""
+        if plan.sharding.reduces_each_micro_batch:
             return 0.0
-        layout = Layout.of(plan)
-        found = self._buckets_of_stage(plan, stage, layout.width)
         if plan.pp > 1:
             return found.reduce
         if not plan.sharding.cuts_weights:
             return self._behind_backward(found, 0.0, 0.0, stage, layout)
         again = found.gather - found.top
         behind = self._behind_backward(found, again, found.gather_load, stage, layout)
-        return max(
-            0.0, behind - self._in_backward(found, again, stage, layout)
-        )  # in_passes counts the latter
+        # _in_passes counts the latter
+        return max(0.0, behind - self._in_backward(found, again, stage, layout))
 
     def _before_forward(self, found: StageBuckets, stage: StageWork, layout: Layout) -> float:
         c = self._cluster.device.contention
@@ -197,29 +227,22 @@ class DataParallelCosts:
     def _backward(self, runs: Runs, layout: Layout) -> float:
         return sum(self._cost(block, layout).backward * number for block, number in runs)
 
-    def _buckets_of_stage(self, plan: SettledPlan, stage: StageWork, width: int) -> StageBuckets:
-        if (last := self._last) is not None and plan is last[0] and stage.runs is last[1]:
-            return last[2]
-        size = 0 if plan.sharding.cuts_weights else plan.bucket
-        mesh = (plan.tp, plan.cp, plan.ep, plan.dp, plan.replicate, plan.pp, plan.order)
-        key = (stage.runs, mesh, plan.shard, size, width, plan.reduce, plan.compress, plan.exchange)
-        found = self._known.get(key)
-        if found is None:
-            found = self._known[key] = self._of_buckets(plan, stage.runs, width)
-        self._last = plan, stage.runs, found
-        return found
-
-    def _of_buckets(self, plan: SettledPlan, runs: Runs, width: int) -> StageBuckets:
-        wire = Wire.of(plan, self._workload)
-        seconds = partial(self._of_bucket, width=width, wire=wire)
-        found = stage_buckets(plan, runs, self._ends, width, self._cluster, seconds)
-        if not self._bounds_smaller or plan.sharding.cuts_weights:
+    def _buckets_of(
+        self,
+        runs: Runs,
+        families: tuple[Family, ...],
+        wire: Wire,
+        tp: int,
+        ep: int,
+        width: int,
+        bucket: int | None,
+        copies: bool,
+    ) -> StageBuckets:
+        """Return the seconds of the buckets of these blocks: see `stage_buckets`."""
+        seconds = partial(self._times, width=width, wire=wire)
+        found = stage_buckets(
+            runs, self._ends, families, tp, ep, width, bucket, self._cluster, seconds, copies=copies
+        )
+        if not self._bounds_smaller or bucket is None:
             return found
         return or_smaller(found, begins=runs[0][0] in self._ends, ends=runs[-1][0] in self._ends)
-
-    def _of_bucket(self, bucket: Bucket, width: int, wire: Wire) -> BucketTimes:
-        key = bucket.family, bucket.parameters, bucket.frozen, bucket.number, width, wire
-        found = self._times.get(key)
-        if found is None:
-            found = self._times[key] = bucket_times(bucket, width, self._cluster, wire)
-        return found

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache, partial
 from itertools import groupby
 
 from shoal.cluster import Cluster
@@ -40,45 +41,33 @@ class HostCosts:
         self._together.append(self)
         self._runs = [(block, sum(1 for _ in alike)) for block, alike in groupby(workload.pieces)]
         self._is_open = not cluster.cores and any(block.eager is not None for block, _ in self._runs)
-        self._alone: dict[tuple[Block, Layout], BlockCost] = {}
-        self._in_order: dict[Layout, Sequence[Stretch]] = {}
-        self._blocks: dict[tuple[Block, Layout], BlockCost] = {}
-        self._shares: dict[Layout, float] = {}
-        self._waits: dict[Layout, float] = {}
-        self._settled: dict[Layout, Layout] = {}
+        length = workload.length
+        self._alone = cache(partial(block_cost, hidden=workload.hidden, length=length, cluster=cluster))
+        self._stretches = cache(self._stretches_of)
+        self._blocks, self.waits = cache(self._block), cache(self._waits_of)
+        self._share, self._settled = cache(self._share_of), cache(self._settled_of)
 
     def block(self, block: Block, layout: Layout) -> BlockCost:
         """Return the cost of a block on a rank for one micro-batch."""
-        key = block, layout
-        found = self._blocks.get(key)
-        if found is None:
-            settled = self.settled(layout)
-            found = self._blocks[key] = _waiting(self._cost(block, settled), self._share(settled))
-        return found
+        return self._blocks(block, layout)
+
+    def _block(self, block: Block, layout: Layout) -> BlockCost:
+        settled = self.settled(layout)
+        return _waiting(self._cost(block, settled), self._share(settled))
 
     def settled(self, layout: Layout) -> Layout:
         """Return the layout with compile=auto settled: the quicker of blocks and none for a micro-batch.
 
         On cores, and where the workload does not tell the two apart, nothing is compiled.
         """
-        if layout.compile != "auto":
-            return layout
-        found = self._settled.get(layout)
-        if found is None:
-            found = layout._replace(compile="none")
-            if self._is_open:
-                found = min((layout._replace(compile="blocks"), found), key=self._longest)
-            self._settled[layout] = found
-        return found
+        return self._settled(layout) if layout.compile == "auto" else layout
 
-    def waits(self, layout: Layout) -> float:
-        """Return the seconds in which a device with all blocks waits for the host, for one micro-batch."""
-        found = self._waits.get(layout)
-        if found is None:
-            found = self._waits[layout] = self._waits_of(layout)
-        return found
+    def _settled_of(self, layout: Layout) -> Layout:
+        choices = [layout._replace(compile=each) for each in ("blocks", "none")]
+        return min(choices, key=self._longest) if self._is_open else choices[-1]
 
     def _waits_of(self, layout: Layout) -> float:
+        """Return the seconds in which a device with all blocks waits for the host, for one micro-batch."""
         stretches = self._stretches(self.settled(layout))
         if self._workload.synchronises:
             # Johnson's formula takes a block as one piece, so it adds the whole start of the first one. The
@@ -98,23 +87,17 @@ class HostCosts:
         """
         return self.waits(layout) + sum(each.number * each.device for each in self._stretches(layout))
 
-    def _share(self, layout: Layout) -> float:
+    def _share_of(self, layout: Layout) -> float:
         """Return the waits of a micro-batch over what the host's seconds exceed the device's by, summed."""
-        found = self._shares.get(layout)
-        if found is None:
-            beyond = _beyond(self._stretches(layout))
-            found = self._shares[layout] = self.waits(layout) / beyond if beyond else 0.0
-        return found
+        beyond = _beyond(self._stretches(layout))
+        return self.waits(layout) / beyond if beyond else 0.0
 
-    def _stretches(self, layout: Layout) -> Sequence[Stretch]:
+    def _stretches_of(self, layout: Layout) -> Sequence[Stretch]:
         """Return the forwards of all blocks in order, and then their backwards."""
-        found = self._in_order.get(layout)
-        if found is None:
-            costs = [(number, self._cost(block, layout)) for block, number in self._runs]
-            forwards = [Stretch(number, cost.host[0], cost.forward) for number, cost in costs]
-            backwards = [Stretch(number, cost.host[1], cost.backward) for number, cost in reversed(costs)]
-            found = self._in_order[layout] = (*forwards, *backwards)
-        return found
+        costs = [(number, self._cost(block, layout)) for block, number in self._runs]
+        forwards = [Stretch(number, cost.host[0], cost.forward) for number, cost in costs]
+        backwards = [Stretch(number, cost.host[1], cost.backward) for number, cost in reversed(costs)]
+        return (*forwards, *backwards)
 
     def _cost(self, block: Block, layout: Layout) -> BlockCost:
         """Return the cost of a block whose operations are all started in time."""
@@ -124,14 +107,7 @@ class HostCosts:
             layout = layout._replace(recompute="none")  # it applies to layers
         if layout.ep > 1 and layout.apart is None and not has_experts(block):
             layout = layout._replace(ep=1)
-        key = block, layout
-        found = self._alone.get(key)
-        if found is None:
-            cluster = self._cluster
-            found = self._alone[key] = block_cost(
-                block, workload.hidden, workload.length, cluster, layout, is_layer=is_layer
-            )
-        return found
+        return self._alone(block, layout=layout, is_layer=is_layer)
 
 
 def host_costs(workload: Workload, cluster: Cluster) -> tuple[HostCosts, ...]:

@@ -17,8 +17,7 @@ from typing import NamedTuple
 from shoal.cluster import Cluster
 from shoal.cost.collectives.network import collective_load
 from shoal.cost.time.bucket_times import NOTHING, BucketTimes
-from shoal.cost.time.buckets import Bucket, Family, families_of, fill, held_by_block
-from shoal.plan import SettledPlan
+from shoal.cost.time.buckets import Bucket, Family, fill, held_by_block
 from shoal.workload import Block
 
 __all__ = ["Runs", "StageBuckets", "or_smaller", "runs_of", "stage_buckets"]
@@ -116,26 +115,33 @@ class _Order:
 
 
 def stage_buckets(
-    plan: SettledPlan,
     runs: Runs,
     ends: tuple[Block, Block],
+    families: tuple[Family, ...],
+    tp: int,
+    ep: int,
     width: int,
+    bucket: int | None,
     cluster: Cluster,
     seconds: Callable[[Bucket], BucketTimes],
+    *,
+    copies: bool,
 ) -> StageBuckets:
     """Return the seconds of a stage's buckets.
 
     Args:
-        plan: The Plan.
         runs: Blocks of the stage.
         ends: The model's embedding and end.
+        families: The families of its parameters.
+        tp, ep: Degrees of tensor and expert parallelism.
         width: Bytes of a weight that computes.
+        bucket: Bytes of weights at which a bucket is closed; None if weights are cut: each block is a bucket.
         cluster: The machines.
         seconds: Function that gives the seconds of a bucket.
+        copies: Whether gradients are cut, and so copied to their buckets in every backward.
     """
-    families = families_of(plan)
-    capacity = None if plan.sharding.cuts_weights else plan.bucket / width
-    order = _order(runs, ends, tuple([each.kinds for each in families]), plan.tp, plan.ep, capacity)
+    capacity = None if bucket is None else bucket / width
+    order = _order(runs, ends, tuple([each.kinds for each in families]), tp, ep, capacity)
     times = [
         seconds(Bucket(each.parameters, 0, 0, families[each.family], each.number, each.frozen))
         for each in order.kinds
@@ -145,11 +151,11 @@ def stage_buckets(
         return BucketTimes(*map(sum, zip(NOTHING, *[times[each] for each in numbers], strict=True)))
 
     every, of_layers, last = together(order.every), together(order.layers), together(order.places[-1][0])
-    first, cuts = together(order.first), plan.sharding.cuts_gradients
+    first = together(order.first)
     return StageBuckets(
         reduce=every.reduce,
         last=last.reduce,
-        meets=_meets(order, together, copies=cuts),
+        meets=_meets(order, together, copies=copies),
         gather=of_layers.gather,
         ends=every.gather - of_layers.gather,
         first=first.gather,
@@ -163,7 +169,7 @@ def stage_buckets(
         reduce_loaded=every.reduce_loaded,
         gather_loaded=every.gather_loaded,
         most_load=max((_most_load(families[each.family], cluster) for each in order.kinds), default=0.0),
-        copy=every.copy if cuts else 0.0,
+        copy=every.copy if copies else 0.0,
     )
 
 

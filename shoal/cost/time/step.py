@@ -25,9 +25,8 @@ longest: `at` gives the costs there, which are those of a uniform Cluster.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Sequence
+from functools import cache, partial
 
 from shoal.cluster import Cluster
 from shoal.cost.alike import Alike, alike_of
@@ -37,7 +36,7 @@ from shoal.cost.kinds import ByKind, Kinds, views_of
 from shoal.cost.layout import Layout
 from shoal.cost.time.block import BlockCost
 from shoal.cost.time.buckets import owned_by_rank, parameters_on_rank
-from shoal.cost.time.data_parallel import DataParallelCosts, Runs, StageWork, runs_of
+from shoal.cost.time.data_parallel import DataParallelCosts, ExchangeCost, Runs, StageWork, runs_of
 from shoal.cost.time.hosts import HostCosts, host_costs
 from shoal.cost.time.jitter import straggler_share
 from shoal.cost.time.least import Beside, Passes, least_end
@@ -48,22 +47,11 @@ from shoal.cost.time.split import as_kept, kept_pieces, pieces_by_stage
 from shoal.cost.time.stage_cost import StageCost, backward_waited_for, works_by_stage
 from shoal.cost.time.stored import stored_bytes
 from shoal.cost.time.update import gradient_sum_bytes, update_bytes
-from shoal.plan import Boundary, Groups, SettledPlan
+from shoal.plan import Boundary, ByFields, Group, Groups, SettledPlan
 from shoal.plan.stages import Cost
 from shoal.workload import Block, Parameters, Workload
 
 __all__ = ["Costs", "StageCost"]
-
-
-class _Exchange(NamedTuple):
-    """What gradients and weights add to a stage: see `DataParallelCosts`, whose methods have these names."""
-
-    passes: Passes
-    before: float
-    gathered: float
-    after: float
-    beside_first: tuple[float, float]
-    beside: tuple[float, float]
 
 
 _Held = tuple[Runs, ...]
@@ -90,16 +78,13 @@ class Costs:
             each = [Costs(workload, *of_kind) for of_kind in zip(views, every, strict=True)]
             self._by_kind = ByKind(Kinds(cluster), each, Costs._micro_batch)
         self._is_torch = any(piece.sums for piece in (*workload.layers[:1], workload.end))
-        self._stages: dict[tuple[object, ...], tuple[StageCost, ...]] = {}
-        self._cuts: dict[tuple[object, ...], list[_Held]] = {}
-        self._ranks: dict[tuple[_Held, Layout], StageCost] = {}
-        self._sends: dict[tuple[object, ...], list[float]] = {}
-        self._alike_boundaries: dict[tuple[object, ...], Sequence[Boundary | None]] = {}
-        self._updates: dict[tuple[object, ...], float] = {}
-        self._works: dict[StageWork, StageWork] = {}
-        self._exchanges: dict[tuple[object, ...], dict[int, _Exchange]] = {}
-        self._data_parallel = [  # with buckets of a Plan's size; with these or smaller ones
-            DataParallelCosts(workload, cluster, self.block, bounds_smaller=each) for each in (False, True)
+        self._stages, self._updates = ByFields(self._stages_of), ByFields(self._update_of)
+        self._held, self._rank, self._work = cache(self._held_by), cache(self._stage_cost), cache(StageWork)
+        self._sends = cache(self._send_each)
+        self._boundaries = cache(partial(alike_boundaries, cluster=self.cluster))
+        self._exchange = [  # with buckets of a Plan's size; with these or smaller ones
+            ByFields(DataParallelCosts(workload, cluster, self.block, bounds_smaller=each).of)
+            for each in (False, True)
         ]
 
     def at(self, plan: SettledPlan, place: int) -> Costs:
@@ -141,68 +126,39 @@ class Costs:
         count = plan.microbatches_of(batch)
         stages = self.stages(plan, count)
         works = works_by_stage(plan, stages)
-        alike = self._alike(plan, works, smaller)
-        exchanges = [alike[id(work)] for work in works]
+        exchanges = self._exchanges(plan, works, smaller)
         gathered, before = [0.0] * plan.pp, []  # a rank gathers its stages' weights one after another
+        held: list[list[ExchangeCost]] = [[] for _ in stages]
         for place, each in zip(plan.placement if plan.pp > 1 else (0,), exchanges, strict=True):
             before.append(gathered[place] + each.before)
             gathered[place] += each.gathered
+            held[place].append(each)
         after = [each.after for each in exchanges]
-        beside = [self._beside(plan, stage, alike, count) for stage in stages] if plan.pp > 1 else ()
+        beside = [_beside(*each, count) for each in zip(stages, held, strict=True)] if plan.pp > 1 else ()
         timed = [each.passes for each in exchanges]
         end = least_end(plan, timed, self.sends(plan), count, before, after, beside)
         late = end * (1 + straggler_share(plan, self.cluster))
         end = max(late, passes + (min(after) if plan.pp > 1 else 0.0))
         return end + self.norm(plan) + self.update_of(plan, count)
 
-    def _alike(self, plan: SettledPlan, works: Sequence[StageWork], smaller: bool) -> dict[int, _Exchange]:
-        """Return what gradients and weights add to each stage, by identity: equal stages are one object."""
-        mesh = Layout.of(plan), plan.pp, plan.dp, plan.replicate, plan.order
-        sent = plan.shard, plan.bucket, plan.reduce, plan.compress, plan.exchange
-        known = self._exchanges.setdefault((mesh, sent, plan.has_halves, smaller), {})
-        for place, work in zip(plan.placement if plan.pp > 1 else (0,), works, strict=True):
-            if id(work) not in known:
-                known[id(work)] = self.at(plan, place)._exchange(plan, work, smaller)
-        return known
-
-    def _exchange(self, plan: SettledPlan, work: StageWork, smaller: bool) -> _Exchange:
-        """Return what gradients and weights add to a stage, at least; also with `smaller` buckets."""
-        exchange = self._data_parallel[smaller]
-        forward, backward = exchange.in_passes(plan, work)
-        back = backward_waited_for(plan, work) if plan.has_halves else work.backward + backward
-        return _Exchange(
-            Passes(work.forward + forward, work.backward + backward, back),
-            exchange.before_step(plan, work),
-            exchange.gathered_each_step(plan, work),
-            exchange.after_step(plan, work),
-            exchange.beside(plan, work, is_first=True),
-            exchange.beside(plan, work, is_first=False),
-        )
-
-    def _beside(
-        self, plan: SettledPlan, stage: StageCost, alike: Mapping[int, _Exchange], count: int
-    ) -> Beside:
-        """Return what slows a rank's compute."""
-        first, *others = [alike[id(work)] for work in stage.stages]
-        slowing = [first.beside_first, *(each.beside for each in others)]
-        stops = count * sum(sum(work.stops) for work in stage.stages)
-        return Beside(sum(each for each, _ in slowing), max(most for _, most in slowing), stops)
+    def _exchanges(self, plan: SettledPlan, works: Sequence[StageWork], smaller: bool) -> list[ExchangeCost]:
+        """Return what gradients and weights add to each stage."""
+        placement, has_halves = plan.placement if plan.pp > 1 else (0,), plan.has_halves
+        stages = [(self.at(plan, place), work) for place, work in zip(placement, works, strict=True)]
+        found = {each: each[0]._exchange[smaller](plan, each[1], has_halves) for each in set(stages)}
+        return [found[each] for each in stages]
 
     def update_of(self, plan: SettledPlan, count: int) -> float:
         """Return the seconds of the slowest rank's optimizer, of its sums of gradients, and of its merges."""
-        stages = self.stages(plan, count)
-        mesh = plan.dp, plan.replicate, plan.order
-        key = id(stages), mesh, plan.shard, count, plan.reduce, plan.compress, plan.exchanged, plan.offload
-        found = self._updates.get(key)
-        if found is None:
-            ranks = enumerate(stages)
-            places = {(each.parameters, self.all_at(plan, place)): place for place, each in ranks}
-            found = self._updates[key] = max(
-                self.after_at(plan, place, held, count)
-                + self.at(plan, place).merge(plan, held, count).seconds
-                for (held, _), place in places.items()
-            )
-        return found
+        return self._updates(plan, count)
+
+    def _update_of(self, plan: SettledPlan, count: int) -> float:
+        ranks = enumerate(self.stages(plan, count))
+        places = {(each.parameters, self.all_at(plan, place)): place for place, each in ranks}
+        return max(
+            self.after_at(plan, place, held, count) + self.at(plan, place).merge(plan, held, count).seconds
+            for (held, _), place in places.items()
+        )
 
     def after_at(self, plan: SettledPlan, place: int, parameters: Parameters, count: int) -> float:
         """Return the seconds of `after` on those devices at a place along the pipeline that take longest."""
@@ -228,7 +184,8 @@ class Costs:
         stage, here = self.stages(plan, count)[place], self.at(plan, place)
         passes = stage.forward, stage.input + stage.weight
         owned, update = owned_by_rank(stage.parameters, plan), here.update(plan, stage.parameters)
-        stages, pieces = self._ranges(plan, count), self._pieces(plan, count)
+        stages = self._ranges(plan, count)
+        pieces = self._pieces(kept_pieces(self.workload, plan, stages))
         stored = stored_bytes(self.workload, plan, stages, pieces, here.settled(Layout.of(plan)), place)
         return offload_of(here.cluster, plan, owned, passes, count, update, stored), owned
 
@@ -240,17 +197,14 @@ class Costs:
 
     def sends(self, plan: SettledPlan) -> list[float]:
         """Return the seconds of a message from each stage to the next; 0 where both are on one rank."""
-        groups, placement = Groups.of(plan), plan.placement if plan.pp > 1 else (0,)
+        groups, placement = Groups.of_pipeline(plan), plan.placement if plan.pp > 1 else (0,)
         nbytes = message_bytes(Layout.of(plan), self.workload)
-        key = nbytes, groups.pp, groups.stage, placement
-        found = self._sends.get(key)
-        if found is None:
-            known = self._alike_boundaries.get(key[1:])
-            if known is None:
-                known = self._alike_boundaries[key[1:]] = alike_boundaries(plan, placement, self.cluster)
-            seconds = {each: message_seconds(nbytes, each, self.cluster) for each in set(known) if each}
-            found = self._sends[key] = [seconds[each] if each else 0.0 for each in known]
-        return found
+        return self._sends(nbytes, groups.pp, groups.stage, placement)
+
+    def _send_each(self, nbytes: float, pp: Group, stage: Group, placement: tuple[int, ...]) -> list[float]:
+        known = self._boundaries(pp, stage, placement)
+        seconds = {each: message_seconds(nbytes, each, self.cluster) for each in set(known) if each}
+        return [seconds[each] if each else 0.0 for each in known]
 
     def norm(self, plan: SettledPlan) -> float:
         """Return the seconds of the all-reduce of the squared norm of gradients."""
@@ -268,20 +222,13 @@ class Costs:
 
     def stages(self, plan: SettledPlan, count: int) -> tuple[StageCost, ...]:
         """Return, by rank along pp, the cost of its stages together for one micro-batch."""
-        layout = Layout.of(plan)
-        where = () if self._by_kind is None else (plan.dp, plan.order)
-        by_cost = count if plan.split == "cost" else 0
-        blocks = plan.recomputed.blocks
-        chosen = None if blocks is None else (blocks, plan.tiers.activations, plan.tiers.blocks)
-        key = layout, plan.pp, plan.schedule, plan.virtual, plan.split, by_cost, chosen, where
-        found = self._stages.get(key)
-        if found is None:
-            held = self._cut(plan, count) if plan.split == "cost" else self._cuts.get(key[1:])
-            if held is None:
-                held = self._cuts[key[1:]] = self._cut(plan, count)
-            ranks = [self.at(plan, place)._rank(blocks, layout) for place, blocks in enumerate(held)]
-            found = self._stages[key] = tuple(ranks)
-        return found
+        return self._stages(plan, count if plan.split == "cost" else 0)
+
+    def _stages_of(self, plan: SettledPlan, count: int) -> tuple[StageCost, ...]:
+        layout, ranges = Layout.of(plan), self._ranges(plan, count)
+        placement = plan.placement if plan.pp > 1 else (0,)
+        held = self._held(ranges, placement, kept_pieces(self.workload, plan, ranges))
+        return tuple([self.at(plan, place)._rank(blocks, layout) for place, blocks in enumerate(held)])
 
     def piece_costs(self, layout: Layout) -> list[Cost]:
         """Return the cost of each block, for splitting stages; where devices differ, on the first of them."""
@@ -292,37 +239,29 @@ class Costs:
 
     def blocks_of(self, plan: SettledPlan, count: int) -> list[Sequence[Block]]:
         """Return the blocks of each stage of the whole pipeline; one stage without a pipeline."""
-        pieces = self._pieces(plan, count)
-        return [pieces[each.start : each.stop] for each in self._ranges(plan, count)]
+        ranges = self._ranges(plan, count)
+        pieces = self._pieces(kept_pieces(self.workload, plan, ranges))
+        return [pieces[each.start : each.stop] for each in ranges]
 
     def _ranges(self, plan: SettledPlan, count: int) -> tuple[range, ...]:
         """Return the pieces of each stage."""
         costs, paces = partial(self.piece_costs, Layout.of(plan)), partial(self.paces, plan)
         return pieces_by_stage(self.workload, plan, count, costs, paces)
 
-    def _pieces(self, plan: SettledPlan, count: int) -> tuple[Block, ...]:
-        """Return the pieces of the model, those that the Plan's recompute leaves out as kept."""
+    def _pieces(self, kept: frozenset[int]) -> tuple[Block, ...]:
+        """Return the pieces of the model, those that a Plan's recompute leaves out as kept."""
         pieces = self.workload.pieces
-        if plan.recomputed.blocks is None:
-            return pieces
-        kept = kept_pieces(self.workload, plan, self._ranges(plan, count))
-        return tuple(as_kept(each) if place in kept else each for place, each in enumerate(pieces))
+        return tuple([as_kept(each) if place in kept else each for place, each in enumerate(pieces)])
 
-    def _cut(self, plan: SettledPlan, count: int) -> list[_Held]:
+    def _held_by(
+        self, ranges: tuple[range, ...], placement: tuple[int, ...], kept: frozenset[int]
+    ) -> list[_Held]:
         """Return the blocks of each rank's stages."""
-        held: list[list[Runs]] = [[] for _ in range(plan.pp)]
-        placement = plan.placement if plan.pp > 1 else (0,)
-        for rank, blocks in zip(placement, self.blocks_of(plan, count), strict=True):
-            held[rank].append(runs_of(blocks))
+        held: list[list[Runs]] = [[] for _ in range(max(placement) + 1)]
+        pieces = self._pieces(kept)
+        for rank, each in zip(placement, ranges, strict=True):
+            held[rank].append(runs_of(pieces[each.start : each.stop]))
         return [tuple(stages) for stages in held]
-
-    def _rank(self, held: _Held, layout: Layout) -> StageCost:
-        """Return the cost of a rank with these stages, cached."""
-        key = held, layout
-        found = self._ranks.get(key)
-        if found is None:
-            found = self._ranks[key] = self._stage_cost(held, layout)
-        return found
 
     def _stage_cost(self, held: _Held, layout: Layout) -> StageCost:
         works = []
@@ -346,8 +285,7 @@ class Costs:
                 divided += number * parameters.divided
                 experts += number * parameters.experts
             weight += made
-            work = StageWork(runs, forward, backward, made, (stops[0], stops[1]))
-            works.append(self._works.setdefault(work, work))  # one object for equal stages
+            works.append(self._work(runs, forward, backward, made, (stops[0], stops[1])))
         return StageCost(
             sum(work.forward for work in works),
             sum(work.backward for work in works) - weight,
@@ -398,3 +336,11 @@ class Costs:
         """Return the seconds in which torch adds the gradients of `count` micro-batches to sums in fp32."""
         nbytes = gradient_sum_bytes(plan, parameters, count, self.workload, is_torch=self._is_torch)
         return stream_seconds(self.cluster.device, nbytes, 0)
+
+
+def _beside(stage: StageCost, exchanges: Sequence[ExchangeCost], count: int) -> Beside:
+    """Return what slows the compute of a rank whose stages exchange so much."""
+    first, *others = exchanges
+    slowing = [first.beside_first, *(each.beside for each in others)]
+    stops = count * sum(sum(work.stops) for work in stage.stages)
+    return Beside(sum(each for each, _ in slowing), max(most for _, most in slowing), stops)
