@@ -96,7 +96,7 @@ class Comparison:
     def _tolerance(self, plan: Plan) -> Tolerance:
         settled = SettledPlan.of(plan, self._trial.batch)
         depends = self._trial.depends_on_micro_batches()
-        has_buffers = isinstance(self._trial, TaskTrial) and settled.shared is None
+        has_buffers = isinstance(self._trial, TaskTrial) and self._trial.buffers
         key = plan.precision, settled.microbatch if depends else None, settled.dp if has_buffers else 1
         if key not in self._tolerances:
             precision, microbatch, ranks = key

@@ -32,6 +32,8 @@ class TaskTrial:
         batch: Samples in one step, over all ranks: the size of a batch of the Task.
         seed: Seed of the first weights.
         dropout: Whether torch's own dropout stays on; then each forward has a seed of its own.
+        buffers: Whether the buffers of the first rank are compared, such as running statistics. On one device
+            each rank then has buffers of its own.
         resumed_before: Step, from 0, before which the state is saved, and loaded into a new model; None if it
             never is.
 
@@ -45,6 +47,7 @@ class TaskTrial:
     steps: int = 3
     seed: int = 0
     dropout: bool = False
+    buffers: bool = False
     resumed_before: int | None = None
 
     def __post_init__(self) -> None:

@@ -76,8 +76,7 @@ def _steps(
     parallel, optimizer = _laid_out(trial, plan, device, groups)
     # Statistics of batches differ between ranks, and with shares ranks make unlike numbers of forwards.
     is_comparable = not batch_normalizations(parallel.module) and parallel.plan.shared is None
-    # Under tensor parallelism a buffer may be a part of that of one device.
-    has_buffers = plan.tp == 1 and plan.shared is None and parallel.axes.world.index == 0
+    has_buffers = trial.buffers and parallel.axes.world.index == 0
     for number in range(trial.steps):
         if number == trial.resumed_before:
             again, resumed = _laid_out(trial, plan, device, groups)

@@ -254,19 +254,15 @@ def _deviations(
 def _buffer_deviations(
     given: Mapping[str, torch.Tensor], reference: Tensors, bounds: Mapping[str, float]
 ) -> list[Deviation]:
-    """Return the deviation of each buffer of the first rank; none if it gives none to compare."""
+    """Return the deviation of each buffer of the first rank; infinite if there is none of this shape."""
     scales = scales_of(reference)
-    return [
-        Deviation(
-            vector_deviation(given[name], value, scales[name])
-            if name in given and given[name].shape == value.shape
-            else math.inf,
-            bounds[name],
-            name,
-        )
+    values = {
+        name: vector_deviation(given[name], value, scales[name])
+        if name in given and given[name].shape == value.shape
+        else math.inf
         for name, value in reference.items()
-        if given
-    ]
+    }
+    return [Deviation(value, bounds[name], name) for name, value in values.items()]
 
 
 def _farthest(deviations: Sequence[Deviation]) -> Deviation:

@@ -155,6 +155,6 @@ def _served(work: Sequence[tuple[Case, Callable[[], Task]]]) -> list[Verdict | N
     verdicts = []
     for case, entry in work:
         model = f"{entry.__module__}:{entry.__qualname__}"
-        trial = TaskTrial(model=model, batch=BATCH, dropout=True, resumed_before=2)
+        trial = TaskTrial(model=model, batch=BATCH, dropout=True, buffers=True, resumed_before=2)
         verdicts.append(Comparison(trial, torch.device("cpu")).check(case.plan))
     return verdicts
