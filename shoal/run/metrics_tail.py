@@ -88,7 +88,9 @@ class MetricsTail:
     @property
     def values(self) -> dict[str, float]:
         """The newest value of each name in the file, with "step"; empty before the first."""
-        return {name: each for name, value in self._newest.items() if (each := _shown(value)) is not None}
+        shown = {name: _shown(value) for name, value in self._newest.items()}
+        steps = {"step": self._newest["step"]} if self._newest else {}
+        return {name: value for name, value in shown.items() if value is not None} | steps
 
     def refresh(self) -> bool:
         """Read what was appended; return whether there was anything.

@@ -153,6 +153,7 @@ def test_the_command_ends_with_the_run_and_says_how(run, capsys, monkeypatch):
     assert main(["watch", str(run.path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["state"] == "ended after its last step"
+    assert isinstance(told["values"]["step"], int)
     assert told["ranks"]["1"]["compute"] == pytest.approx(0.8)
     assert told["verdict"]["bottleneck"] == verdict(Timeline.read(run.timeline)).bottleneck is not None
 
