@@ -12,7 +12,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "units", "layers", "proc", "release", "signals"),
     ("limits", "listener", "scratch"),
     ("lines",),
-    ("plan", "cluster", "workload", "timeline", "run", "values"),
+    ("plan", "cluster", "workload", "timeline", "values"),
+    ("run",),
     ("cost",),
     ("simulate",),
     ("diagnosis", "foreign", "replay"),
@@ -32,7 +33,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("testing", "__main__"),
 )
-"""Top to bottom. `run` is the directory on disk, beside the other nouns that it holds."""
+"""Top to bottom. `run` is the directory on disk, with the timeline that it holds."""
 
-TORCH_FREE: frozenset[str] = frozenset(name for line in LAYERS[:9] for name in line)
+TORCH_FREE: frozenset[str] = frozenset(name for line in LAYERS[:10] for name in line)
 """Packages that never import torch, so that planning and reporting start in well under a second."""

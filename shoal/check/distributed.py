@@ -6,7 +6,7 @@ import itertools
 import tempfile
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -84,6 +84,7 @@ class RankStep:
         gradients: The parts of the gradients that it owns, before clipping.
         parameters: The parts of the parameters that it owns, after the step.
         evaluation: Loss of the first batch in evaluation, after the step; None if it is not comparable.
+        buffers: Buffers of the first rank after the step, if they are compared; on the CPU.
     """
 
     loss: float
@@ -92,6 +93,7 @@ class RankStep:
     gradients: list[Fragment]
     parameters: list[Fragment]
     evaluation: float | None = None
+    buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ type that computes, whose gradients are summed in the type of the optimizer.
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ class Step:
         norm: Norm of the whole gradient, before clipping.
         gradients: Gradients by the parameter's name, before clipping; on the CPU.
         parameters: Parameters by name, after the step; on the CPU.
+        buffers: Buffers of the first rank by name, after the step; on the CPU. None of them for one rank.
         evaluation: Mean loss of the first batch in evaluation, after the step; None if it is not comparable.
     """
 
@@ -56,6 +58,7 @@ class Step:
     norm: float
     gradients: Tensors
     parameters: Tensors
+    buffers: Tensors
     evaluation: float | None = None
 
     @property
@@ -74,6 +77,7 @@ class Sums:
         microbatch: Samples in one forward.
         rotated: Number of positions by which the samples of a batch are rotated.
         moved: Whether the first weights are moved at random within half a unit in the last place.
+        ranks: Ranks that the batch is divided over: a forward changes the buffers of its rank only.
     """
 
     compute: torch.dtype
@@ -81,6 +85,7 @@ class Sums:
     microbatch: int
     rotated: int = 0
     moved: bool = False
+    ranks: int = 1
 
 
 class Reference:
@@ -109,6 +114,8 @@ class Reference:
         choose_experts = getattr(self._model, "set_experts_implementation", None)
         if sums.compute == torch.float64 and callable(choose_experts):
             choose_experts("eager")  # grouped matrix products take no fp64
+        buffers = dict(self._model.named_buffers(remove_duplicate=False))
+        self._buffers = [copy.deepcopy(buffers) for _ in range(sums.ranks)] if sums.ranks > 1 else []
         self._losses: _TaskLosses | _TokenLosses
         if isinstance(trial, TaskTrial):
             self._losses = _TaskLosses(trial, self._model, sums, device)
@@ -145,7 +152,10 @@ class Reference:
             optimizer.step()
             optimizer.zero_grad()
             parameters = {name: master.detach().cpu().clone() for name, master in masters.items()}
-            steps.append(Step(losses, norm, gradients, parameters, self._evaluation(number)))
+            evaluation = self._evaluation(number)
+            first = self._buffers[0] if self._buffers else {}
+            buffers = {name: buffer.cpu().clone() for name, buffer in first.items()}
+            steps.append(Step(losses, norm, gradients, parameters, buffers, evaluation))
         return steps
 
     def _evaluation(self, number: int) -> float | None:
@@ -157,8 +167,10 @@ class Reference:
         held_out = trial.batch_of(number) if isinstance(trial, TaskTrial) else list(range(trial.batch))
         self._model.eval()
         with torch.no_grad():
-            parts = [held_out[start : start + size] for start in range(0, len(held_out), size)]
-            total = sum(float(self._losses(part).double().sum()) for part in parts)
+            total = 0.0
+            for start in range(0, len(held_out), size):
+                with self._buffers_of(start):
+                    total += float(self._losses(held_out[start : start + size]).double().sum())
         self._model.train()
         return total / self._losses.count(held_out)
 
@@ -180,12 +192,26 @@ class Reference:
         told, count = [], self._losses.count(moved)
         for chosen in micro:
             set_auxiliary_scale(self._model, len(chosen) / len(moved))
-            losses = self._losses(chosen)
-            (losses.sum() / count).backward()
+            with self._buffers_of(indices.index(chosen[0])):
+                losses = self._losses(chosen)
+                (losses.sum() / count).backward()
             self._take_gradients()
             told.append(losses.detach().double().cpu())
         every = torch.cat(told).roll(sums.rotated, 0)
         return every * (every.numel() / count)
+
+    @contextlib.contextmanager
+    def _buffers_of(self, place: int) -> Iterator[None]:
+        """Give the model the buffers of the rank that has the sample at a place in the batch."""
+        if not self._buffers:
+            yield
+            return
+        buffers = self._buffers[place * len(self._buffers) // self._trial.batch]
+        for name, buffer in buffers.items():
+            owner, _, leaf = name.rpartition(".")
+            self._model.get_submodule(owner)._buffers[leaf] = buffer
+        yield
+        buffers.update(self._model.named_buffers(remove_duplicate=False))
 
     def _take_gradients(self) -> None:
         """Add the model's gradients to the masters' gradients."""
@@ -268,6 +294,7 @@ class _TaskLosses:
     """Computes the mean loss of some samples of a Task, repeated for each of them, `[batch]`."""
 
     def __init__(self, trial: TaskTrial, model: nn.Module, sums: Sums, device: torch.device) -> None:
+        self._trial = trial
         self._samples = trial.samples()
         self._model = SingleDevice(model, sums.compute)
         self._device = device
@@ -282,6 +309,7 @@ class _TaskLosses:
         with _default_type(self._type):  # a Task may draw samples, and draws others in another type
             rows = self._samples.rows(chosen)
         part = map_tensors(lambda tensor: tensor.to(self._device), rows)
+        self._trial.seed_forward(chosen)
         return self._samples.task.loss(self._model, part).expand(len(chosen))
 
 

@@ -49,7 +49,7 @@ class Comparison:
     def __init__(self, trial: AnyTrial, device: torch.device) -> None:
         self._trial = trial
         self._device = device
-        self._tolerances: dict[tuple[str, int | None], Tolerance] = {}
+        self._tolerances: dict[tuple[str, int | None, int], Tolerance] = {}
         self._forwards: dict[str, ForwardReference] = {}
 
     def check(self, plan: Plan) -> Verdict | None:
@@ -94,10 +94,13 @@ class Comparison:
         return self._forwards[precision]
 
     def _tolerance(self, plan: Plan) -> Tolerance:
-        microbatch = SettledPlan.of(plan, self._trial.batch).microbatch
-        key = plan.precision, microbatch if self._trial.depends_on_micro_batches() else None
+        settled = SettledPlan.of(plan, self._trial.batch)
+        depends = self._trial.depends_on_micro_batches()
+        has_buffers = isinstance(self._trial, TaskTrial) and self._trial.buffers
+        key = plan.precision, settled.microbatch if depends else None, settled.dp if has_buffers else 1
         if key not in self._tolerances:
-            self._tolerances[key] = Tolerance.measure(self._trial, key[0], self._device, key[1])
+            precision, microbatch, ranks = key
+            self._tolerances[key] = Tolerance.measure(self._trial, precision, self._device, microbatch, ranks)
         return self._tolerances[key]
 
 

@@ -31,6 +31,11 @@ class TaskTrial:
         steps: Number of optimizer steps.
         batch: Samples in one step, over all ranks: the size of a batch of the Task.
         seed: Seed of the first weights.
+        dropout: Whether torch's own dropout stays on; then each forward has a seed of its own.
+        buffers: Whether the buffers of the first rank are compared, such as running statistics. On one device
+            each rank then has buffers of its own.
+        resumed_before: Step, from 0, before which the state is saved, and loaded into a new model; None if it
+            never is.
 
     Raises:
         ConfigError: A number is out of range.
@@ -41,6 +46,9 @@ class TaskTrial:
     model_options: Mapping[str, Any] = field(default_factory=dict)
     steps: int = 3
     seed: int = 0
+    dropout: bool = False
+    buffers: bool = False
+    resumed_before: int | None = None
 
     def __post_init__(self) -> None:
         require_counts(self, steps=1, batch=1, seed=0)
@@ -50,6 +58,11 @@ class TaskTrial:
         """Size of a step, in words."""
         return f"{self.batch} samples"
 
+    def seed_forward(self, chosen: Sequence[int]) -> None:
+        """Seed the random numbers of the forward of these samples, if dropout is on."""
+        if self.dropout:
+            torch.manual_seed(chosen[0])
+
     def samples(self) -> TaskSamples:
         """Return the samples of all batches."""
         task = build_or_task(self.model, overrides=self.model_options)
@@ -57,7 +70,7 @@ class TaskTrial:
         return TaskSamples(task, self.batch)
 
     def build_with_values(self, device: torch.device | str) -> nn.Module:
-        """Return the model with its first values. Torch's own dropout is turned off.
+        """Return the model with its first values.
 
         Raises:
             ModelError: The model has nothing to train.
@@ -65,7 +78,7 @@ class TaskTrial:
         torch.manual_seed(self.seed)
         model = self.samples().task.build()
         require_trainable(model)
-        return without_dropout(model).to(device)
+        return (model if self.dropout else without_dropout(model)).to(device)
 
     def statistics(self) -> list[str]:
         """Return the names of the model's layers of batch normalization."""

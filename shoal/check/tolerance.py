@@ -74,6 +74,7 @@ class Bounds:
         norm: Bound for the gradient's norm.
         gradients: Bound for each parameter's gradient.
         parameters: Bound for each parameter.
+        buffers: Bound for each buffer of the first rank.
         evaluation: Bound for the loss in evaluation.
     """
 
@@ -81,6 +82,7 @@ class Bounds:
     norm: float
     gradients: dict[str, float]
     parameters: dict[str, float]
+    buffers: dict[str, float]
     evaluation: float
 
 
@@ -98,7 +100,12 @@ class Tolerance:
 
     @classmethod
     def measure(
-        cls, trial: AnyTrial, precision: str, device: torch.device, microbatch: int | None = None
+        cls,
+        trial: AnyTrial,
+        precision: str,
+        device: torch.device,
+        microbatch: int | None = None,
+        ranks: int = 1,
     ) -> Tolerance:
         """Train on one device, once as the reference and then in the other ways.
 
@@ -107,6 +114,7 @@ class Tolerance:
             precision: Precision of the Plans to compare: fp32 or bf16.
             device: The device that it runs on.
             microbatch: Samples of a micro-batch, if all ways are to see the same micro-batches.
+            ranks: Ranks that the batch is divided over, if each is to have buffers of its own.
         """
         compute, wider = TYPES[precision]
         batch, single = trial.batch, torch.float32
@@ -116,16 +124,17 @@ class Tolerance:
             Sums(compute, single, half, rotated=half // 2),
         ]
         if microbatch is not None:
-            ways = [Sums(compute, single, microbatch, rotated=microbatch % batch)]
+            # Of several ranks whole parts are rotated, so that each sees its micro-batches in their order.
+            rotated = microbatch % batch if ranks == 1 else batch // ranks
+            ways = [Sums(compute, single, microbatch, rotated=rotated, ranks=ranks)]
         size = microbatch or batch
-        steps = Reference(trial, Sums(compute, single, size), device).run()
-        ways += [Sums(compute, single, size, moved=True), Sums(wider, wider, size)]
+        steps = Reference(trial, Sums(compute, single, size, ranks=ranks), device).run()
+        ways += [Sums(compute, single, size, moved=True, ranks=ranks), Sums(wider, wider, size, ranks=ranks)]
         others = [Reference(trial, sums, device).run() for sums in ways]
         return cls(steps, [_bounds(step, alike) for step, *alike in zip(steps, *others, strict=True)])
 
 
 def _bounds(step: Step, others: Sequence[Step]) -> Bounds:
-    gradient_scales, parameter_scales = scales_of(step.gradients), scales_of(step.parameters)
     evaluated = [(other.evaluation, step.evaluation) for other in others]
     return Bounds(
         evaluation=bound_of(
@@ -133,19 +142,18 @@ def _bounds(step: Step, others: Sequence[Step]) -> Bounds:
         ),
         loss=bound_of(_loss_deviation(other, step) for other in others),
         norm=bound_of(relative(other.norm, step.norm) for other in others),
-        gradients={
-            name: bound_of(
-                vector_deviation(other.gradients[name], value, gradient_scales[name]) for other in others
-            )
-            for name, value in step.gradients.items()
-        },
-        parameters={
-            name: bound_of(
-                vector_deviation(other.parameters[name], value, parameter_scales[name]) for other in others
-            )
-            for name, value in step.parameters.items()
-        },
+        gradients=_bounds_of_each(step.gradients, [other.gradients for other in others]),
+        parameters=_bounds_of_each(step.parameters, [other.parameters for other in others]),
+        buffers=_bounds_of_each(step.buffers, [other.buffers for other in others]),
     )
+
+
+def _bounds_of_each(tensors: Tensors, others: Sequence[Tensors]) -> dict[str, float]:
+    scales = scales_of(tensors)
+    return {
+        name: bound_of(vector_deviation(other[name], value, scales[name]) for other in others)
+        for name, value in tensors.items()
+    }
 
 
 def _loss_deviation(other: Step, step: Step) -> float:

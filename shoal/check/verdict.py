@@ -74,7 +74,7 @@ class Departure:
 
     Attributes:
         step: Number of the step.
-        quantity: "samples", "gradient", "gradient norm", "loss", "parameter" or "evaluation".
+        quantity: "samples", "gradient", "gradient norm", "loss", "parameter", "buffer" or "evaluation".
         name: Name of the parameter, the first in the model's order that departs.
         deviation: The deviation.
         bound: The largest deviation that rounding explains.
@@ -151,7 +151,8 @@ def judge(trial: AnyTrial, plan: Plan, tolerance: Tolerance, ranks: Sequence[Seq
                 seen=seen,
                 reference=reference,
             )
-            departure = _first_departure(report, gradient_deviations, parameter_deviations, evidence)
+            buffers = _buffer_deviations(seen[0].buffers, reference.buffers, bounds.buffers)
+            departure = _first_departure(report, gradient_deviations, parameter_deviations, buffers, evidence)
     outcome = "passed" if departure is None else "failed"
     return Verdict(str(plan), outcome, tuple(reports), departure)
 
@@ -179,9 +180,10 @@ def _first_departure(
     report: StepReport,
     gradients: Sequence[Deviation],
     parameters: Sequence[Deviation],
+    buffers: Sequence[Deviation],
     evidence: Evidence,
 ) -> Departure | None:
-    """Return the first departure in the order of a step: samples, gradients and loss, norm, parameters."""
+    """Return the first departure in the order of a step: samples, gradients and loss, norm, values."""
     step = report.step
     wrong_samples = explain_samples(evidence)
     if wrong_samples:
@@ -205,6 +207,11 @@ def _first_departure(
         text = f"{_said(step, 'after the optimizer', departing)}, though every gradient agrees"
         text += explain_parameter(evidence, first.name)
         return Departure(step, "parameter", first.name, first.value, first.bound, text)
+    departing = [each for each in buffers if each.departs]
+    if departing:
+        first = departing[0]
+        text = f"{_said(step, 'after the step', departing)}, though every parameter agrees"
+        return Departure(step, "buffer", first.name, first.value, first.bound, text)
     if report.evaluation.departs:
         text = f"{_said(step, 'the loss in evaluation', [report.evaluation])}, though every parameter agrees"
         return Departure(step, "evaluation", "", report.evaluation.value, report.evaluation.bound, text)
@@ -242,6 +249,20 @@ def _deviations(
                 values.append(vector_deviation(part, value.flatten()[there], scales[name]))
         deviations.append(Deviation(max(values), bounds[name], name))
     return deviations
+
+
+def _buffer_deviations(
+    given: Mapping[str, torch.Tensor], reference: Tensors, bounds: Mapping[str, float]
+) -> list[Deviation]:
+    """Return the deviation of each buffer of the first rank; infinite if there is none of this shape."""
+    scales = scales_of(reference)
+    values = {
+        name: vector_deviation(given[name], value, scales[name])
+        if name in given and given[name].shape == value.shape
+        else math.inf
+        for name, value in reference.items()
+    }
+    return [Deviation(value, bounds[name], name) for name, value in values.items()]
 
 
 def _farthest(deviations: Sequence[Deviation]) -> Deviation:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -13,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.breakdown import words
-from shoal.errors import UserError
+from shoal.errors import ShoalError, UserError
 
 if TYPE_CHECKING:
-    from shoal.cli.watched import Seen, WatchedRun
+    from shoal.diagnosis.run_follower import RunFollower
 
 __all__ = ["add_parser", "run"]
 
@@ -30,6 +31,8 @@ Exit codes: 0 the run made its last step, or --once; 1 the run ended before that
 _LOOK_TERMINAL, _LOOK_PLAIN = 0.5, 10.0
 _REST = 4.0
 """Times of a look for which the command rests after it."""
+_STEPS, _SPANS = 50, 200_000
+"""Newest steps that a verdict is on, and most spans of them."""
 _REST_OF_VERDICT = 100.0
 """Times of a verdict for which the next one waits: verdicts take 1 % of a core."""
 _NICENESS = 10
@@ -65,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         MissingExtraError: rich is not installed, and there is a terminal.
         UserError: The time between looks is not a positive number.
     """
-    from shoal.cli.watched import WatchedRun
+    from shoal.diagnosis.run_follower import RunFollower
     from shoal.run import Run
 
     draws = sys.stdout.isatty() and not (args.plain or args.json)
@@ -76,71 +79,72 @@ def run(args: argparse.Namespace) -> int:
         )
     if not args.once:
         os.nice(_NICENESS)
-    watched = WatchedRun(Run.open(args.path), rest=_REST_OF_VERDICT)
+    run = RunFollower(Run.open(args.path), steps=_STEPS, spans=_SPANS, rest=_REST_OF_VERDICT)
     if draws:
         from shoal.cli.watch_drawn import Drawing
 
         with Drawing() as drawing:
-            return _follow(watched, every, args.once, drawing.show)
-    return _follow(watched, every, args.once, _print_json if args.json else _print_line)
+            return _follow(run, every, args.once, drawing.show)
+    return _follow(run, every, args.once, _print_json if args.json else _print_line)
 
 
-def _follow(watched: WatchedRun, every: float, once: bool, show: Any) -> int:
+def _follow(run: RunFollower, every: float, once: bool, show: Any) -> int:
     step_before: object = None
     while True:
         begin = time.monotonic()
-        seen = watched.look()
-        has_ended = seen.has_ended
-        step = seen.values.get("step")
+        with contextlib.suppress(ShoalError):  # `unread` counts what cannot be read
+            run.refresh()
+        has_ended = run.has_ended
+        step = run.values.get("step")
         if once or has_ended or step != step_before or show not in (_print_line, _print_json):
-            show(seen)
+            show(run)
         step_before = step
         if once or has_ended:
-            return 0 if once or seen.is_done else 1
+            return 0 if once or run.is_done else 1
         # A run of many ranks takes long to look at: most of the core is left to others.
         time.sleep(max(every, _REST * (time.monotonic() - begin)))
 
 
-def _print_line(seen: Seen) -> None:
-    print(line_of(seen), flush=True)
+def _print_line(run: RunFollower) -> None:
+    print(line_of(run), flush=True)
 
 
-def line_of(seen: Seen) -> str:
+def line_of(run: RunFollower) -> str:
     """Return the state of a run in a line."""
     from shoal.units import format_seconds
 
-    values = seen.values
-    told = [f"step {values.get('step', 0):.0f}" + (f"/{seen.steps}" if seen.steps is not None else "")]
+    values = run.values
+    told = [f"step {values.get('step', 0):.0f}" + (f"/{run.steps}" if run.steps is not None else "")]
     for name, form in (("loss", ".3f"), ("validation_loss", ".3f"), ("tokens_per_second", ",.0f")):
         if name in values:
             label = "tokens/s" if name == "tokens_per_second" else words(name)
             told.append(f"{label} {values[name]:{form}}")
-    if seen.left:
-        told.append(f"{format_seconds(seen.left)} left")
-    if seen.account is not None:
-        told.append(f"goodput {seen.account.goodput:.1%}")
-    shares = [f"{words(name)} {share:.0%}" for name, share in seen.shares().items() if share >= 0.005]
-    if seen.verdict.bottleneck is not None:
-        told.append(f"bound by {seen.verdict.bottleneck}")
-    return "  ".join([*told, *([", ".join(shares)] if shares else []), seen.state])
+    if run.seconds_left:
+        told.append(f"{format_seconds(run.seconds_left)} left")
+    if run.account is not None:
+        told.append(f"goodput {run.account.goodput:.1%}")
+    shares = [f"{words(name)} {share:.0%}" for name, share in run.shares.items() if share >= 0.005]
+    if run.verdict.bottleneck is not None:
+        told.append(f"bound by {run.verdict.bottleneck}")
+    return "  ".join([*told, *([", ".join(shares)] if shares else []), run.state])
 
 
-def _print_json(seen: Seen) -> None:
+def _print_json(run: RunFollower) -> None:
     from shoal.cli.verdict import verdict_summary
     from shoal.cost.outlook import account_summary
     from shoal.run import json_number
 
-    ranks = seen.breakdown.ranks if seen.breakdown is not None else ()
+    ranks = run.breakdown.ranks if run.breakdown is not None else ()
     told: Mapping[str, Any] = {
-        "state": seen.state,
-        "steps": seen.steps,
-        "values": {name: json_number(value) for name, value in seen.values.items()},
-        "seconds_left": seen.left,
-        "seconds_quiet": seen.quiet,
-        "account": account_summary(seen.account, seen.description),
-        "parts": seen.breakdown.parts.disjoint() if seen.breakdown is not None else None,
+        "state": run.state,
+        "steps": run.steps,
+        "values": {name: json_number(value) for name, value in run.values.items()},
+        "seconds_left": run.seconds_left,
+        "seconds_quiet": run.seconds_quiet,
+        "account": account_summary(run.account, run.description),
+        "parts": run.breakdown.parts.disjoint() if run.breakdown is not None else None,
         "ranks": {str(each.rank): each.parts.disjoint() for each in ranks},
-        "verdict": verdict_summary(seen.verdict),
-        "unread_lines": seen.unread,
+        "verdict": verdict_summary(run.verdict),
+        "unread_lines": run.unread,
     }
     print(json.dumps(told), flush=True)

@@ -22,7 +22,7 @@ except ImportError as error:
     raise MissingExtraError("drawing a run on the terminal", package="rich", extra="watch") from error
 
 if TYPE_CHECKING:
-    from shoal.cli.watched import Seen
+    from shoal.diagnosis.run_follower import RunFollower
 
 __all__ = ["Drawing", "drawn", "sparkline"]
 
@@ -61,29 +61,29 @@ class Drawing:
     ) -> None:
         self._live.stop()
 
-    def show(self, seen: Seen) -> None:
+    def show(self, run: RunFollower) -> None:
         """Draw the state of the run."""
-        self._live.update(drawn(seen, self._console.width), refresh=True)
+        self._live.update(drawn(run, self._console.width), refresh=True)
 
 
-def drawn(seen: Seen, width: int) -> Group:
+def drawn(run: RunFollower, width: int) -> Group:
     """Return the picture of a run for a terminal of a width."""
     parts: list[RenderableType] = [
-        _heading(seen),
-        _progress(seen, width),
-        *_curves(seen, width),
-        *_goodput(seen),
+        _heading(run),
+        _progress(run, width),
+        *_curves(run, width),
+        *_goodput(run),
     ]
-    if seen.breakdown is not None:
-        parts += [Text(), _legend(seen), *_ranks(seen.breakdown, width)]
-        parts += [Text(), *map(Text, seen.verdict.sentences()[:_MOST_SENTENCES])]
-    if seen.unread:
-        parts.append(Text(f"{seen.unread} lines of the run could not be read", style="yellow"))
+    if run.breakdown is not None:
+        parts += [Text(), _legend(run), *_ranks(run.breakdown, width)]
+        parts += [Text(), *map(Text, run.verdict.sentences()[:_MOST_SENTENCES])]
+    if run.unread:
+        parts.append(Text(f"{run.unread} lines of the run could not be read", style="yellow"))
     return Group(*parts)
 
 
-def _heading(seen: Seen) -> Text:
-    described = seen.description
+def _heading(run: RunFollower) -> Text:
+    described = run.description
     model = described.get("model") or {}
     told = [str(described.get("name") or "run"), str(model.get("name") or "")]
     if model.get("parameters"):
@@ -92,28 +92,28 @@ def _heading(seen: Seen) -> Text:
     words = "  ".join(each for each in told if each)
     # Neither markup nor escape sequences in the words of a run may change the picture.
     safe = "".join(sign if sign.isprintable() else "?" for sign in words)
-    return Text(f"{safe}  ", style="bold").append(seen.state, style="default")
+    return Text(f"{safe}  ", style="bold").append(run.state, style="default")
 
 
-def _progress(seen: Seen, width: int) -> Text:
-    step, steps = int(seen.values.get("step", 0)), seen.steps
+def _progress(run: RunFollower, width: int) -> Text:
+    step, steps = int(run.values.get("step", 0)), run.steps
     line = Text("step".ljust(_LABEL))
     if not steps:
         return line.append(str(step))
     told = f" {step}/{steps}  {step / steps:.0%}"
-    told += f"  {format_seconds(seen.left)} left" if seen.left else ""
+    told += f"  {format_seconds(run.seconds_left)} left" if run.seconds_left else ""
     columns = max(10, width - _LABEL - len(told) - 1)
     done = min(columns, columns * step // steps)
     return line.append("━" * done, style="green").append("╌" * (columns - done), style="dim").append(told)
 
 
-def _curves(seen: Seen, width: int) -> list[Text]:
-    values = seen.values
+def _curves(run: RunFollower, width: int) -> list[Text]:
+    values = run.values
     curves = (
-        ("loss", seen.loss, f" {values['loss']:.3f}" if "loss" in values else ""),
+        ("loss", run.metrics.curve("loss"), f" {values['loss']:.3f}" if "loss" in values else ""),
         (
             "tokens/s",
-            seen.tokens_per_second,
+            run.metrics.curve("tokens_per_second"),
             f" {values['tokens_per_second']:,.0f}" if "tokens_per_second" in values else "",
         ),
     )
@@ -128,8 +128,8 @@ def _curves(seen: Seen, width: int) -> list[Text]:
     return lines
 
 
-def _goodput(seen: Seen) -> list[Text]:
-    account = seen.account
+def _goodput(run: RunFollower) -> list[Text]:
+    account = run.account
     if account is None or not account.wall:
         return []
     lost = sorted(account.lost.items(), key=lambda each: -each[1])[:_MOST_LOSSES]
@@ -150,10 +150,10 @@ def sparkline(points: Sequence[float], columns: int) -> str:
     return "".join(_LEVELS[round((mean - low) * scale)] if math.isfinite(mean) else "!" for mean in means)
 
 
-def _legend(seen: Seen) -> Text:
-    told = seen.breakdown.parts.wall if seen.breakdown is not None else 0.0
+def _legend(run: RunFollower) -> Text:
+    told = run.breakdown.parts.wall if run.breakdown is not None else 0.0
     line = Text("of a step".ljust(_LABEL)).append(f"{format_seconds(told)}: ")
-    for name, share in seen.shares().items():
+    for name, share in run.shares.items():
         if share >= 0.005:
             sign, colour = _LOOKS[name]
             line.append(f"{sign * 2} ", style=colour).append(f"{words(name)} {share:.0%}  ")

@@ -2,17 +2,18 @@
 
 Nouns: Run, Decision, MeasuredMemory, Account (where the wall clock went), Ledger (keeps one).
     The trainer creates a Run, or opens one to resume; the report, the pages and the checkpoint commands open
-    one. `record` and `checkpoint` write spans, metrics and tensors in it.
+    one. `record` and `checkpoint` write spans, metrics and tensors in it. MetricsTail and TimelineFiles read
+    what was appended to them.
 """
 
 from shoal.run.account import CAUSES, Account, Ledger, account
 from shoal.run.decisions import Decision, read_decisions, write_decision
 from shoal.run.directory import Run, default_path, is_free
 from shoal.run.events import Event, read_events, write_event
-from shoal.run.followed_account import FollowedAccount
 from shoal.run.memory import OUTSIDE, MeasuredMemory, UnitMemory, write_memory
 from shoal.run.metrics import json_number, metrics_line, read_metrics
 from shoal.run.speed import Speed, speed_of, tokens_per_second
+from shoal.run.tail import FollowedAccount
 
 __all__ = [
     "CAUSES",

@@ -1,15 +1,13 @@
 """Pages for a browser: a run while it is written, its timeline, and pictures that teach.
 
-Nouns: Page (a name, a title, and the function that gives its data), Folder (the runs that are shown), Watched
-(a run whose files grow). `serve` answers browsers of this machine that have the token; `export` writes the
-pages as files. Scripts and style are in `static/`: modules without a build step, which make no HTML from
-text. Called by `shoal web`.
+Nouns: Page (a name, a title, and the function that gives its data), Folder (the runs that are shown). `serve`
+answers browsers of this machine that have the token; `export` writes the pages as files. Scripts and style
+are in `static/`: modules without a build step, which make no HTML from text. Called by `shoal web`.
 """
 
 from shoal.web.export import export
 from shoal.web.folder import Folder
 from shoal.web.pages import PAGES, Page
 from shoal.web.serve import is_loopback, serve
-from shoal.web.watched import Watched
 
-__all__ = ["PAGES", "Folder", "Page", "Watched", "export", "is_loopback", "serve"]
+__all__ = ["PAGES", "Folder", "Page", "export", "is_loopback", "serve"]

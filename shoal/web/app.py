@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from shoal.diagnosis.run_follower import RunFollower
 from shoal.errors import ShoalError, UserError
 from shoal.web.encode import encode
 from shoal.web.folder import Folder
@@ -22,7 +23,6 @@ from shoal.web.guard import Guard
 from shoal.web.html import page_html
 from shoal.web.pages import PAGES, Page
 from shoal.web.query import Query
-from shoal.web.watched import Watched
 
 __all__ = ["STATIC", "make_app"]
 
@@ -123,7 +123,7 @@ class _Answers:
         query = Query({"measure": request.query_params.get("measure", "")})
         return StreamingResponse(self._stream(request, run, query), media_type="text/event-stream")
 
-    async def _stream(self, request: Request, run: Watched, query: Query) -> AsyncIterator[str]:
+    async def _stream(self, request: Request, run: RunFollower, query: Query) -> AsyncIterator[str]:
         self.streams += 1
         seen: tuple[Any, ...] | None = None
         quiet = 0.0
@@ -143,7 +143,7 @@ class _Answers:
             self.streams -= 1
 
 
-def _answer(page: Page, run: Watched | None, query: Query) -> tuple[int, str]:
+def _answer(page: Page, run: RunFollower | None, query: Query) -> tuple[int, str]:
     """Return the status and the data of a page as JSON, or its error; one reader of a run at a time."""
     try:
         if run is None:
@@ -164,7 +164,7 @@ def _refused(error: UserError) -> dict[str, Any]:
     return {"error": error.given, "possible": error.possible, "change": error.change}
 
 
-def _sizes(run: Watched) -> tuple[Any, ...]:
+def _sizes(run: RunFollower) -> tuple[Any, ...]:
     """Return what changes when a run is written."""
     paths = [run.run.metrics_file, run.run.path / "run.json", *sorted(run.run.timeline.glob("rank-*.jsonl"))]
     found = []

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from shoal.diagnosis.run_follower import RunFollower
 from shoal.timeline import Kind, Lane, Purpose, Timeline
 from shoal.timeline.intervals import intersect, length
 from shoal.timeline.launch import WORK, blocked_in
 from shoal.web.arrivals import Collective, collectives_by_step
 from shoal.web.query import Query
-from shoal.web.watched import Watched
 
 __all__ = ["ddp"]
 
@@ -19,7 +19,7 @@ _SLACK = 1e-3  # seconds after the end of a collective in which the wait for it 
 _WORK = (*WORK, Kind.DATA_WAIT)
 
 
-def ddp(run: Watched, query: Query) -> dict[str, Any]:
+def ddp(run: RunFollower, query: Query) -> dict[str, Any]:
     """Return what each rank did in a step, and its exchanges of gradients and weights.
 
     The query has "step"; the newest step by default.

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 
+from shoal.diagnosis.run_follower import RunFollower
 from shoal.errors import RunError, UserError
 from shoal.web.bundle import bundle
 from shoal.web.encode import encode
@@ -13,7 +14,6 @@ from shoal.web.folder import Folder
 from shoal.web.html import POLICY, page_html
 from shoal.web.pages import PAGES, Page
 from shoal.web.query import Query
-from shoal.web.watched import Watched
 
 __all__ = ["export"]
 
@@ -82,7 +82,7 @@ def _html(page: Page, pages: Sequence[Page], data: str) -> str:
     )
 
 
-def _answers(page: Page, run: Watched | None) -> dict[str, object]:
+def _answers(page: Page, run: RunFollower | None) -> dict[str, object]:
     """Return the data of a page by query, each written as `name=value&...` in the order of the names."""
     queries = list(page.exported)
     if page.needs_run and run is not None:
@@ -104,7 +104,7 @@ def _answers(page: Page, run: Watched | None) -> dict[str, object]:
     return found
 
 
-def _newest_steps(run: Watched) -> list[Mapping[str, str]]:
+def _newest_steps(run: RunFollower) -> list[Mapping[str, str]]:
     last, first = run.files.last_step(), run.files.first_step()
     if last is None or first is None:
         return []

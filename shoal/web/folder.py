@@ -7,9 +7,9 @@ import threading
 from collections import OrderedDict
 from pathlib import Path
 
+from shoal.diagnosis.run_follower import RunFollower
 from shoal.errors import RunError, nearest
 from shoal.run import Run
-from shoal.web.watched import Watched
 
 __all__ = ["Folder"]
 
@@ -37,14 +37,14 @@ class Folder:
             )
         self.path = path
         self._is_run = (path / "run.json").is_file()
-        self._watched: OrderedDict[str, Watched] = OrderedDict()
+        self._watched: OrderedDict[str, RunFollower] = OrderedDict()
         self._lock = threading.Lock()
 
     def names(self) -> list[str]:
         """Return the names of the runs, the newest first."""
         return [path.name for path in self._paths()]
 
-    def open(self, name: str = "") -> Watched | None:
+    def open(self, name: str = "") -> RunFollower | None:
         """Return the run with a name; without a name the newest, or None if there is none.
 
         Raises:
@@ -62,7 +62,7 @@ class Folder:
                 change="choose one of these",
             )
         with self._lock:
-            watched = self._watched.pop(name, None) or Watched(Run.open(paths[name]))
+            watched = self._watched.pop(name, None) or RunFollower(Run.open(paths[name]))
             self._watched[name] = watched
             while len(self._watched) > _KEPT:
                 self._watched.popitem(last=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from shoal.diagnosis.run_follower import RunFollower
 from shoal.errors import ShoalError
 from shoal.run import speed_of
 from shoal.simulate import Prediction
@@ -12,7 +13,6 @@ from shoal.timeline import Breakdown, RankBreakdown, Timeline
 from shoal.web.arrivals import collectives_by_step, lateness
 from shoal.web.query import Query
 from shoal.web.thin import MOST_POINTS, thinned
-from shoal.web.watched import Watched
 
 __all__ = ["MEASURES", "live"]
 
@@ -31,7 +31,7 @@ _RECENT_STEPS = 200  # steps whose median speed is the present one
 _MOST_CELLS = 1920  # of the heat map: 64 ranks and 30 steps
 
 
-def live(run: Watched, query: Query) -> dict[str, Any]:
+def live(run: RunFollower, query: Query) -> dict[str, Any]:
     """Return what the page of a run shows.
 
     The query has "measure": the seconds that the map of ranks shows.
@@ -45,7 +45,7 @@ def live(run: Watched, query: Query) -> dict[str, Any]:
         run.refresh()
     except ShoalError as error:
         notices.append(str(error))
-    timeline, breakdown = run.recent
+    timeline, breakdown = run.timeline, run.breakdown
     if run.metrics.unreadable:
         notices.append(f"{run.metrics.unreadable} lines of metrics.jsonl cannot be read and are left out.")
     try:
@@ -60,17 +60,17 @@ def live(run: Watched, query: Query) -> dict[str, Any]:
         "parts": None if breakdown is None else _parts(breakdown),
         "heat": None if breakdown is None else _heat(timeline, breakdown, measure),
         "verdict": _verdict(run),
-        "account": run.account,
+        "account": run.priced_account,
         "predicted": compared,
     }
 
 
-def _described(run: Watched) -> dict[str, Any]:
+def _described(run: RunFollower) -> dict[str, Any]:
     description = run.run.description
     model, device = (_mapping(description.get(name)) for name in ("model", "device"))
     config = _mapping(description.get("config"))
     return {
-        "name": run.name,
+        "name": run.run.path.resolve().name,
         "plan": description.get("plan"),
         "model": model.get("name"),
         "parameters": model.get("parameters"),
@@ -80,11 +80,11 @@ def _described(run: Watched) -> dict[str, Any]:
         "steps": config.get("steps"),
         "batch": config.get("batch"),
         "sequence": config.get("sequence"),
-        "age": run.age(),
+        "age": run.seconds_quiet,
     }
 
 
-def _now(run: Watched) -> dict[str, Any]:
+def _now(run: RunFollower) -> dict[str, Any]:
     metrics = run.metrics
     speeds = metrics.column("tokens_per_second")[-_RECENT_STEPS:]
     steps = metrics.steps[-_RECENT_STEPS:]
@@ -104,7 +104,7 @@ def _now(run: Watched) -> dict[str, Any]:
     }
 
 
-def _series(run: Watched) -> dict[str, list[list[float]]]:
+def _series(run: RunFollower) -> dict[str, list[list[float]]]:
     steps = run.metrics.steps
     most = MOST_POINTS // len(_SERIES)
     series = {}
@@ -150,9 +150,9 @@ def _heat(timeline: Timeline, breakdown: Breakdown, measure: str) -> dict[str, A
     }
 
 
-def _verdict(run: Watched) -> dict[str, Any] | None:
+def _verdict(run: RunFollower) -> dict[str, Any] | None:
     found = run.verdict
-    if found is None:
+    if run.breakdown is None:
         return None
     return {
         "bottleneck": found.bottleneck,
@@ -163,7 +163,7 @@ def _verdict(run: Watched) -> dict[str, Any] | None:
     }
 
 
-def _predicted(run: Watched) -> dict[str, Any]:
+def _predicted(run: RunFollower) -> dict[str, Any]:
     prediction = run.prediction
     if not isinstance(prediction, Prediction):
         return {"missing": prediction}

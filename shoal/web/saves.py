@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from shoal.cost.outlook import best_interval, seconds_between_failures
+from shoal.diagnosis.run_follower import RunFollower
 from shoal.errors import ShoalError
 from shoal.limits import open_regular
 from shoal.web.query import Query
-from shoal.web.watched import Watched
 
 __all__ = ["saves"]
 
@@ -31,7 +31,7 @@ _LONGEST_LINE = 500
 _HOUR = 3600.0
 
 
-def saves(run: Watched, query: Query) -> dict[str, Any]:
+def saves(run: RunFollower, query: Query) -> dict[str, Any]:
     """Return checkpoints, the pauses they caused, restarts, decisions, and log lines about trouble."""
     notices = []
     try:
@@ -41,7 +41,7 @@ def saves(run: Watched, query: Query) -> dict[str, Any]:
     pauses = list(_pauses(run))
     return {
         "notices": notices,
-        "account": run.account,
+        "account": run.priced_account,
         "checkpoints": _checkpoints(run.run.checkpoints),
         "pauses": pauses,
         "interval": _interval(run, [each["seconds"] for each in pauses]),
@@ -81,7 +81,7 @@ def _checkpoints(folder: Path) -> list[dict[str, Any]]:
     return sorted(found, key=lambda each: -each["step"])[:_MOST_SAVES]
 
 
-def _pauses(run: Watched) -> Iterator[dict[str, Any]]:
+def _pauses(run: RunFollower) -> Iterator[dict[str, Any]]:
     """Yield the times for which saves stopped rank 0, or the first rank that has a timeline."""
     restarts = run.files.restarts()
     if not restarts:
@@ -105,7 +105,7 @@ def _pauses(run: Watched) -> Iterator[dict[str, Any]]:
             yield {"at": start + offset, "seconds": seconds, "unix": part.origin.unix_ns / 1e9 + start}
 
 
-def _interval(run: Watched, pauses: list[float]) -> dict[str, Any] | None:
+def _interval(run: RunFollower, pauses: list[float]) -> dict[str, Any] | None:
     """Return the interval that loses least, by Young, beside the interval of the run; None if not known."""
     config = run.run.description.get("config")
     checkpoint = config.get("checkpoint") if isinstance(config, dict) else None
@@ -116,7 +116,7 @@ def _interval(run: Watched, pauses: list[float]) -> dict[str, Any] | None:
     expected, pause, step = checkpoint.get("mtbf"), sum(pauses) / len(pauses), float(np.median(steps))
     if not isinstance(expected, int | float) or not 0 < expected < math.inf:
         return None
-    account = run.account or {"failures": 0, "wall_seconds": 0.0, "lost_seconds": {"waiting": 0.0}}
+    account = run.priced_account or {"failures": 0, "wall_seconds": 0.0, "lost_seconds": {"waiting": 0.0}}
     running = account["wall_seconds"] - account["lost_seconds"]["waiting"]
     between = seconds_between_failures(expected * _HOUR, account["failures"], running)
     seconds = best_interval(pause, between)
@@ -133,7 +133,7 @@ def _interval(run: Watched, pauses: list[float]) -> dict[str, Any] | None:
     }
 
 
-def _restarts(run: Watched) -> list[dict[str, Any]]:
+def _restarts(run: RunFollower) -> list[dict[str, Any]]:
     """Return when the processes of ranks began: the first time, and each time after a stop or a failure."""
     begun = list(run.files.restarts().values())
     most = max(map(len, begun), default=0)

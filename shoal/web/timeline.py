@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from shoal.diagnosis.run_follower import RunFollower
 from shoal.errors import ShoalError
 from shoal.simulate import Prediction, mark_bubbles
 from shoal.timeline import Kind, Lane, Span, Timeline
 from shoal.web.query import Query
 from shoal.web.thin import MOST_POINTS
-from shoal.web.watched import Watched
 
 __all__ = ["shown_spans", "timeline"]
 
@@ -20,7 +20,7 @@ _MOST_STEPS = 20
 _MOST_RANKS = 64
 
 
-def timeline(run: Watched, query: Query) -> dict[str, Any]:
+def timeline(run: RunFollower, query: Query) -> dict[str, Any]:
     """Return the spans of some steps, no more than a page can show; and the predicted ones of a step.
 
     The query has "step" (the newest by default), "steps", "from" and "to" (seconds since the first step
@@ -126,7 +126,7 @@ def _marks(timeline: Timeline, zero: float) -> list[list[float]]:
     return marks
 
 
-def _predicted(run: Watched, ranks: list[int], most: int) -> dict[str, Any]:
+def _predicted(run: RunFollower, ranks: list[int], most: int) -> dict[str, Any]:
     """Return a predicted step for the ranks; one that was played stands for all of its pipeline stage."""
     prediction = run.prediction
     if not isinstance(prediction, Prediction):

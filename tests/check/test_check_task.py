@@ -1,5 +1,9 @@
 """A comparison takes models with inputs and a loss of their own, and those of the zoo."""
 
+import contextlib
+from dataclasses import replace
+from unittest.mock import patch
+
 import pytest
 import torch
 from comparison_stand_ins import check
@@ -52,6 +56,29 @@ def test_a_missing_reduction_is_named_for_a_task_too(ranks):
     verdict = ranks.run(check, 2, ["dp=2,shard=zero1"], trial("no_list"), "no_reduction", "shard")[0][0]
     assert verdict.outcome == "failed"
     assert "it is not summed over the axis shard" in verdict.departure.text
+
+
+def check_resumed(entry, loads=True):
+    """The verdict on a training that is saved and loaded again before its second step."""
+    resumed = replace(trial(entry), resumed_before=1, dropout=True)
+    fault = contextlib.nullcontext() if loads else patch("shoal.check.task_under_plan.load")
+    with fault:
+        return check(["dp=2,shard=zero2,microbatch=4"], resumed)[0]
+
+
+def test_a_state_that_is_not_loaded_departs_at_the_next_step(ranks):
+    assert ranks.run(check_resumed, 2, "dropout")[0].outcome == "passed"
+    verdict = ranks.run(check_resumed, 2, "dropout", False)[0]
+    assert (verdict.outcome, verdict.departure.step) == ("failed", 2)
+
+
+def test_running_statistics_are_those_of_the_first_rank_on_one_device():
+    steps = [
+        Tolerance.measure(trial("batch_norm"), "fp32", torch.device("cpu"), 4, each).steps for each in (2, 4)
+    ]
+    two, four = ([step.buffers for step in each] for each in steps)
+    assert int(two[0]["1.1.num_batches_tracked"]) == 2
+    assert int(four[0]["1.1.num_batches_tracked"]) == 1
 
 
 def nothing_to_train():

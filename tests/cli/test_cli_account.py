@@ -7,13 +7,12 @@ from rich.console import Console
 
 from shoal.cli.main import main
 from shoal.cli.watch_drawn import drawn
-from shoal.cli.watched import WatchedRun
 from shoal.cluster import Cluster
+from shoal.diagnosis.run_follower import RunFollower
 from shoal.run import Run, account, write_event
 from shoal.web.live import live
 from shoal.web.query import Query
 from shoal.web.saves import saves
-from shoal.web.watched import Watched
 
 SIMULATE = ["simulate", "--model", "125m", "--cluster", "dgx-a100:64", "--batch", "64"]
 SIMULATE += ["--plan", "dp=64,precision=bf16", "--steps", "2000000"]
@@ -58,12 +57,14 @@ def test_watch_and_the_pages_tell_what_the_library_tells(run, capsys):
     assert "goodput 57.2%" in capsys.readouterr().out
     assert main(["watch", str(run.path), "--once", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["account"]["goodput"] == found.goodput
+    followed = RunFollower(run)
+    followed.refresh()
     console = Console(width=100, force_terminal=False, color_system=None)
     with console.capture() as capture:
-        console.print(drawn(WatchedRun(run).look(), 100))
+        console.print(drawn(followed, 100))
     assert "57.2% of 33 min 20 s, lost: waiting 15.0%" in capture.get()
     for page in (saves, live):
-        told = page(Watched(run), Query())["account"]
+        told = page(followed, Query())["account"]
         assert (told["lost_seconds"], told["failures"]) == (found.lost, 1)
 
 

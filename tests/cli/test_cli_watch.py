@@ -1,6 +1,7 @@
 """`shoal watch`."""
 
 import json
+import math
 import re
 
 import pytest
@@ -8,8 +9,8 @@ from rich.console import Console
 
 from shoal.cli.main import main
 from shoal.cli.watch_drawn import drawn, sparkline
-from shoal.cli.watched import WatchedRun
 from shoal.diagnosis import verdict
+from shoal.diagnosis.run_follower import RunFollower
 from shoal.run import Run, metrics_line
 from shoal.run.writer import Claiming
 from shoal.timeline import Kind, Lane, Span, Timeline
@@ -45,10 +46,11 @@ def run(tmp_path):
     return made
 
 
-def picture(seen, width=100):
+def picture(followed, width=100):
+    followed.refresh()
     console = Console(width=width, force_terminal=False, color_system=None)
     with console.capture() as capture:
-        console.print(drawn(seen, width))
+        console.print(drawn(followed, width))
     return capture.get()
 
 
@@ -57,60 +59,72 @@ def append(path, text):
         file.write(text)
 
 
-def test_a_run_is_followed_through_torn_lines_until_its_last_step(run, monkeypatch):
-    monkeypatch.setattr("shoal.cli.watched._STEPS", 20)
+def test_a_run_is_followed_through_torn_lines_until_its_last_step(run):
     lock = Claiming(run.checkpoints).wait()
-    watched = WatchedRun(run)
-    seen = watched.look()
-    assert (seen.values["step"], seen.left, seen.alive) == (10, 20.0, True)
-    assert seen.breakdown.parts.compute == pytest.approx(0.7)
-    assert seen.loss == pytest.approx([5 - step / 10 for step in range(1, 11)])
+    followed = RunFollower(run, steps=20)
+    followed.refresh()
+    assert (followed.values["step"], followed.seconds_left, followed.alive) == (10, 20.0, True)
+    assert followed.breakdown.parts.compute == pytest.approx(0.7)
+    assert followed.metrics.curve("loss") == pytest.approx([5 - step / 10 for step in range(1, 11)])
     append(run.metrics_file, line(11)[:20])
-    assert watched.look().values["step"] == 10
+    followed.refresh()
+    assert followed.values["step"] == 10
     append(
         run.metrics_file, line(11)[20:] + "not JSON\n" + line(12) + metrics_line(12, {"loss": float("nan")})
     )
-    seen = watched.look()
-    assert seen.values["step"] == 12
-    assert seen.unread == 1
-    assert seen.loss[:-1] == pytest.approx([5 - step / 10 for step in range(1, 13)])
+    followed.refresh()
+    assert followed.values["step"] == 12
+    assert followed.unread == 1
+    *numbers, diverged = followed.metrics.curve("loss")
+    assert numbers == pytest.approx([5 - step / 10 for step in range(1, 12)])
+    assert math.isnan(diverged)
     Timeline(spans(1, STEPS + 1)).write(run.timeline)  # as a run that goes on with a new header does
     append(run.metrics_file, "".join(map(line, range(13, STEPS + 1))))
     lock.close()
-    seen = watched.look()
-    assert seen.is_done
-    assert seen.alive is False
-    assert len(seen.timeline.steps()) == 20  # the newest
+    followed.refresh()
+    assert followed.is_done
+    assert followed.alive is False
+    assert len(followed.timeline.steps()) == 20  # the newest
 
 
 def test_verdicts_rest_between_looks_and_the_last_one_knows_all_steps(run):
     lock = Claiming(run.checkpoints).wait()
-    watched = WatchedRun(run, rest=1e9)
-    first = watched.look()
+    followed = RunFollower(run, rest=1e9)
+    followed.refresh()
+    first = followed.breakdown
     Timeline(spans(1, STEPS + 1)).write(run.timeline)
     append(run.metrics_file, line(11))
-    second = watched.look()
-    assert (second.values["step"], second.breakdown) == (11, first.breakdown)
+    followed.refresh()
+    assert (followed.values["step"], followed.breakdown) == (11, first)
     lock.close()
-    assert len(watched.look().breakdown.ranks[0].steps) == STEPS
+    followed.refresh()
+    assert len(followed.breakdown.ranks[0].steps) == STEPS
 
 
-def test_a_long_run_takes_bounded_memory(run, monkeypatch):
-    monkeypatch.setattr("shoal.cli.watched._POINTS", 64)
-    run.metrics_file.write_text("".join(map(line, range(1, 5_001))))
-    watched = WatchedRun(run)
-    assert len(watched.look().loss) <= 128
-    for begin in range(5_001, 9_001, 500):
-        append(run.metrics_file, "".join(map(line, range(begin, begin + 500))))
-        seen = watched.look()
-    assert 32 <= len(seen.loss) <= 128
-    # Each point stands for equally many steps, so the loss, which is a straight line, is one.
-    slopes = {round(a - b, 1) for a, b in zip(seen.loss[2:-3], seen.loss[3:-2], strict=True)}
-    assert max(slopes) < 2.5 * min(slopes)
+def test_lines_of_the_timeline_that_cannot_be_read_are_counted_and_left_out(run, capsys):
+    path = run.timeline_file(1)
+    text = path.read_text()
+    path.write_text(text.replace('"start":3.000000000', '"start":"x"', 1))
+    assert main(["watch", str(run.path), "--once", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["unread_lines"] == 1
+    assert told["ranks"]["1"]["compute"] == pytest.approx(0.8)
+    run.timeline_file(0).write_text("no timeline\n")
+    assert main(["watch", str(run.path), "--once", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["unread_lines"], list(told["ranks"])) == (2, ["1"])
+
+
+def test_a_rank_that_was_lost_does_not_keep_the_others_from_being_followed(run):
+    Timeline(span for span in spans(11, STEPS + 1) if span.rank == 0).write(run.timeline)
+    followed = RunFollower(run, steps=10)
+    followed.refresh()
+    assert [each.rank for each in followed.breakdown.ranks] == [0]
+    assert followed.timeline.steps()[-1] == STEPS
 
 
 def test_the_picture_has_progress_parts_and_ranks_and_no_escape_of_a_run(run):
-    text = picture(WatchedRun(run).look())
+    text = picture(RunFollower(run))
     assert "10/30  33%  20 s left" in text
     assert "compute 70%" in text
     assert re.search(r"rank 1 +█{50,}", text)
@@ -139,6 +153,7 @@ def test_the_command_ends_with_the_run_and_says_how(run, capsys, monkeypatch):
     assert main(["watch", str(run.path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["state"] == "ended after its last step"
+    assert isinstance(told["values"]["step"], int)
     assert told["ranks"]["1"]["compute"] == pytest.approx(0.8)
     assert told["verdict"]["bottleneck"] == verdict(Timeline.read(run.timeline)).bottleneck is not None
 

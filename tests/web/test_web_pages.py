@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from shoal.cli.main import main
 from shoal.cost import AlphaBeta, find_algorithm
 from shoal.cost.collectives import MOVED, motion
+from shoal.diagnosis.run_follower import RunFollower
 from shoal.run import write_event
 from shoal.web.app import STATIC
 from shoal.web.bundle import bundle
@@ -20,7 +21,6 @@ from shoal.web.pages import PAGES
 from shoal.web.query import Query
 from shoal.web.saves import saves
 from shoal.web.schedules import schedules
-from shoal.web.watched import Watched
 
 PLAYED = [(collective, name) for collective, names in MOVED.items() for name in names]
 PIPELINED = {"double-tree", "chain", "in-network"}  # their counts are the limit for small chunks
@@ -84,7 +84,7 @@ def test_the_bubbles_of_the_page_are_those_of_the_papers():
 
 
 def test_the_life_of_a_bucket_is_what_the_timeline_has(run):
-    data = ddp(Watched(run), Query({"step": "7"}))
+    data = ddp(RunFollower(run), Query({"step": "7"}))
     (bucket,) = data["buckets"]
     assert bucket["ready"] == pytest.approx({0: 0.15, 1: 0.17})
     assert (bucket["last"], bucket["bytes"], bucket["algorithm"]) == (1, 1 << 20, "ring")
@@ -107,7 +107,7 @@ def test_checkpoints_pauses_restarts_and_trouble_are_found(run):
     (run.log / "rank-00001.log").write_text("step 1\nRuntimeError: the device is gone\n")
     lost = {"time": 1.7e9, "event": "lost", "members": [1], "present": [0], "reason": "rank 1 was killed"}
     run.members_file.write_text(json.dumps(lost) + '\n[]\n{"time":"x"}\n{"time":1')
-    data = saves(Watched(run), Query())
+    data = saves(RunFollower(run), Query())
     assert data["members"] == [
         {"unix": 1.7e9, "event": "lost", "members": [1], "present": [0], "reason": "rank 1 was killed"}
     ]
@@ -131,7 +131,7 @@ def test_the_interval_follows_the_failures_that_were_seen(run):
     write_event(run.events_file, "began", at=0.0, launched=0.0, ranks=2)
     write_event(run.events_file, "spent", at=7200.0, step=9, seconds={"steps": 7200.0})
     write_event(run.events_file, "failed", at=7200.0)
-    data = saves(Watched(run), Query())
+    data = saves(RunFollower(run), Query())
     assert data["account"]["failures"] == 1
     assert data["interval"]["mtbf_hours"] == (24 + 2) / 2
     assert data["interval"]["best_steps"] == round((2 * 13 * 3600 * 0.5) ** 0.5 / 0.3)

@@ -9,18 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from web_stand_ins import LATE, SECOND, write_metrics, write_timeline
 
+from shoal.diagnosis.run_follower import RunFollower
 from shoal.errors import ShoalError
-from shoal.run import metrics_line, read_metrics
+from shoal.run import metrics_line, metrics_tail, read_metrics
+from shoal.run.metrics_tail import MetricsTail
+from shoal.run.timeline_files import TimelineFiles
 from shoal.timeline import Timeline
 from shoal.timeline.clocks import Tie, tie_line
-from shoal.web import metrics_tail
 from shoal.web.live import MEASURES, live
-from shoal.web.metrics_tail import MetricsTail
 from shoal.web.query import Query
 from shoal.web.thin import MOST_POINTS, thinned
 from shoal.web.timeline import shown_spans, timeline
-from shoal.web.timeline_files import TimelineFiles
-from shoal.web.watched import Watched
 
 VALUES = st.fixed_dictionaries(
     {}, optional={"loss": st.floats(), "validation_loss": st.floats(0, 9), "tokens": st.integers(0, 99)}
@@ -106,7 +105,7 @@ def test_thinning_keeps_ends_and_extremes_and_no_more_than_asked(values, most):
 
 def test_a_long_run_sends_no_more_points_than_a_page_draws(run):
     write_metrics(run, range(31, 50_001))
-    data = live(Watched(run), Query())
+    data = live(RunFollower(run), Query())
     assert sum(map(len, data["series"].values())) <= MOST_POINTS
     assert data["series"]["loss"][-1][0] == 50_000
 
@@ -180,7 +179,7 @@ def test_hosts_are_read_on_one_clock_as_the_report_reads_them(run):
 def test_a_file_that_is_no_timeline_is_named(run, content):
     run.timeline_file(0).write_bytes(content)
     with pytest.raises(ShoalError, match="rank-00000"):
-        TimelineFiles(run.timeline).refresh()
+        RunFollower(run).refresh()
 
 
 def test_a_malformed_span_is_named(run):
@@ -196,7 +195,7 @@ def test_a_malformed_span_is_named(run):
 def test_a_malformed_span_among_the_newest_is_told_each_time_and_not_read_again(run):
     path = run.timeline_file(1)
     path.write_text(path.read_text().replace('"duration":0.300000000}\n', '"duration":"x"}\n'))
-    watched = Watched(run)
+    watched = RunFollower(run)
     for _ in range(2):
         with pytest.raises(ShoalError, match="rank-00001"):
             watched.refresh()
@@ -214,7 +213,7 @@ def test_few_spans_are_shown_as_they_are_and_many_keep_the_time_of_each_lane(run
 
 
 def test_a_rank_that_comes_late_is_seen_in_the_map_and_not_in_the_time_of_its_backward(run):
-    watched = Watched(run)
+    watched = RunFollower(run)
     heat = live(watched, Query({"measure": "late"}))["heat"]
     values = np.array(heat["values"])
     assert values[1] == pytest.approx(LATE / 2)  # after the middle of two ranks
@@ -226,7 +225,7 @@ def test_a_rank_that_comes_late_is_seen_in_the_map_and_not_in_the_time_of_its_ba
 def test_texts_of_a_run_come_as_json_that_can_end_no_element(hostile):
     from shoal.web.encode import encode
 
-    watched = Watched(hostile)
+    watched = RunFollower(hostile)
     for page in (live, timeline):
         text = encode(page(watched, Query()))
         assert "<" not in text

@@ -7,18 +7,21 @@ million steps has something to show at once, and everything after the next look.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 import json
 import math
 from array import array
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 
 from shoal.limits import open_regular
+from shoal.run.metrics import NOT_FINITE
+from shoal.run.tail import FileTail
 
 __all__ = ["MetricsTail"]
 
@@ -26,7 +29,6 @@ _COLUMNS = (
     *("loss", "validation_loss", "validation_accuracy", "tokens_per_second", "step_seconds"),
     *("gradient_norm", "learning_rate", "tokens"),
 )
-_CHUNK = 4 << 20
 _LONGEST_LINE = 1 << 20
 _LARGE = 16 << 20
 """Bytes from which a file is sampled before it is read."""
@@ -34,6 +36,7 @@ _SAMPLES = 2000
 _LAST_STEP = 1 << 53
 
 
+@final
 class MetricsTail:
     """Columns of metrics.jsonl; a step that a resumed run repeats replaces the earlier one.
 
@@ -47,13 +50,14 @@ class MetricsTail:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._file = FileTail(path, self._forget)
         self._forget()
 
     def _forget(self) -> None:
-        self._read = 0
-        self._identity: tuple[int, int] | None = None
         self._steps = array("q")
         self._columns = {name: array("d") for name in _COLUMNS}
+        self._not_numbers: set[tuple[str, int]] = set()  # names and steps whose value is "NaN"
+        self._newest: dict[str, Any] = {}
         self.unreadable = 0
         self.is_sample = False
 
@@ -75,54 +79,50 @@ class MetricsTail:
         known = np.flatnonzero(~np.isnan(values))
         return (self._steps[known[-1]], float(values[known[-1]])) if len(known) else None
 
+    def curve(self, name: str) -> list[float]:
+        """Return the values that steps have, in order of steps; NaN where one is not a number."""
+        values = self.column(name)
+        diverged = [step for each, step in self._not_numbers if each == name]
+        return values[~np.isnan(values) | np.isin(self.steps, diverged)].tolist()
+
+    @property
+    def values(self) -> dict[str, float]:
+        """The newest value of each name in the file, with "step"; empty before the first."""
+        shown = {name: _shown(value) for name, value in self._newest.items()}
+        steps = {"step": self._newest["step"]} if self._newest else {}
+        return {name: value for name, value in shown.items() if value is not None} | steps
+
     def refresh(self) -> bool:
         """Read what was appended; return whether there was anything.
 
         A torn last line is left for the next time. A file that was replaced or cut is read anew.
         """
-        try:
-            with BufferedReader(open_regular(self._path)) as file:
-                found = self._path.stat()
-                identity = (found.st_dev, found.st_ino)
-                if self.is_sample or identity != self._identity or found.st_size < self._read:
-                    is_new = identity != self._identity
-                    self._forget()
-                    self._identity = identity
-                    if is_new and found.st_size > _LARGE:
-                        self._sample(file, found.st_size)
-                        return True
-                before = self._read
-                file.seek(before)
-                self._take(file)
-        except OSError:
-            changed = len(self) > 0
+        before = self._file.position
+        if self._file.size() > _LARGE and not self._file.position and not self.is_sample:
+            self._sample()
+            return True
+        if self.is_sample:
             self._forget()
-            return changed
-        return self._read > before
-
-    def _take(self, file: Any) -> None:
-        rest = b""
-        while chunk := file.read(_CHUNK):
-            *lines, rest = (rest + chunk).split(b"\n")
+        has_grown = False
+        for lines in self._file.chunks():
+            has_grown = True
             if not self._add_all(lines):
                 for line in lines:
                     if line.strip():
                         self._add(line)
-            self._read += sum(map(len, lines)) + len(lines)
-            if len(rest) > _LONGEST_LINE:  # no line of a run is so long: drop it, and go on after its end
-                self.unreadable += 1
-                self._read += len(rest)
-                rest = b""
+        return has_grown or self._file.position < before
 
-    def _sample(self, file: Any, size: int) -> None:
+    def _sample(self) -> None:
         """Read lines at even distances, and the last ones."""
-        for number in range(_SAMPLES):
-            file.seek(number * (size // _SAMPLES))
-            file.readline(_LONGEST_LINE)
-            self._add(file.readline(_LONGEST_LINE))
-        file.seek(size - (1 << 16))
-        for line in file.read(1 << 16).split(b"\n")[1:-1]:
-            self._add(line)
+        size = self._file.size()
+        with contextlib.suppress(OSError), BufferedReader(open_regular(self._path)) as file:
+            for number in range(_SAMPLES):
+                file.seek(number * (size // _SAMPLES))
+                file.readline(_LONGEST_LINE)
+                self._add(file.readline(_LONGEST_LINE))
+            file.seek(size - (1 << 16))
+            for line in file.read(1 << 16).split(b"\n")[1:-1]:
+                self._add(line)
         self.unreadable = 0
         self.is_sample = True
 
@@ -146,6 +146,8 @@ class MetricsTail:
         self._steps.extend(steps)
         for name, column in added.items():
             self._columns[name].extend(column)
+        for values in objects:
+            self._newest.update(values)
         return True
 
     def _add(self, line: bytes) -> None:
@@ -158,10 +160,13 @@ class MetricsTail:
         if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < _LAST_STEP:
             self.unreadable += 1
             return
+        self._newest.update(values)
         position = self._position(step)
         for name, column in self._columns.items():
             if name in values:
                 column[position] = _number(values[name])
+                change = self._not_numbers.add if values[name] == "NaN" else self._not_numbers.discard
+                change((name, step))
 
     def _position(self, step: int) -> int:
         """Return the row of a step, which is made if it is not there."""
@@ -182,3 +187,10 @@ def _number(value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         return math.nan
+
+
+def _shown(value: Any) -> float | None:
+    """Return a number of the file, also one that is not finite; None for anything else."""
+    if isinstance(value, str):
+        return NOT_FINITE.get(value)
+    return _number(value) if isinstance(value, int | float) else None

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from shoal.errors import ShoalError
 from shoal.limits import open_regular
@@ -21,13 +21,14 @@ from shoal.timeline import Span, Timeline
 from shoal.timeline.clocks import OneClock, Origin, Tie, read_ties
 from shoal.timeline.lines import FORMAT, parse_span
 
-__all__ = ["Restart", "TimelineFiles"]
+__all__ = ["Malformed", "Restart", "TimelineFiles"]
 
 _HEADER = b'{"timeline":'
 _STEP = re.compile(rb'\n\{"kind":"step","name":"(\d{1,15})"[^\n]*\n')
 _LONGEST_HEADER = 4096
 _MOST_BYTES = 24 << 20
 """Most bytes that are read of all files for one answer."""
+_FEWEST_STEPS = 3
 _MOST_HEADERS = 10_000
 
 
@@ -46,29 +47,38 @@ class Restart:
     origin: Origin
 
 
+Malformed = dict[tuple[Path, int], ShoalError]
+"""The error of each malformed line, by its file and byte."""
+
+
+@final
 class TimelineFiles:
     """The timeline files of a run.
 
     Args:
         folder: The folder of the files; it may be absent or empty.
+
+    Attributes:
+        unreadable: The errors of files that are no timeline; these are left out.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._files: dict[Path, _File] = {}
+        self.unreadable: list[ShoalError] = []
         self._ties: list[Tie] = []
         self._tied: list[tuple[str, int]] = []
 
     def refresh(self) -> bool:
-        """Look for new files and for what was appended; return whether there was anything.
-
-        Raises:
-            ShoalError: A file is not a timeline.
-        """
-        changed = False
+        """Look for new files and for what was appended; return whether there was anything."""
+        changed, self.unreadable = False, []
         for path in sorted(self._folder.glob("rank-*.jsonl")):
             file = self._files.setdefault(path, _File(path))
-            changed |= file.refresh()
+            try:
+                changed |= file.refresh()
+            except ShoalError as error:
+                del self._files[path]
+                self.unreadable.append(error)
         return changed
 
     @property
@@ -91,8 +101,13 @@ class TimelineFiles:
         steps = [step for step in found if step is not None]
         return min(steps) if steps else None
 
-    def steps(self, first: int, last: int) -> Timeline:
+    def steps(self, first: int, last: int, malformed: Malformed | None = None) -> Timeline:
         """Return the spans from the start of one step to the end of another, of all ranks.
+
+        Args:
+            first: The first step.
+            last: The last step.
+            malformed: Gets the errors of malformed lines, which are left out; without it the first is raised.
 
         Raises:
             ShoalError: A line is malformed, or the steps have more bytes than a page can show.
@@ -105,7 +120,7 @@ class TimelineFiles:
                 f"steps {first} to {last} have {size >> 20} MiB of spans, more than the "
                 f"{_MOST_BYTES >> 20} MiB that a page reads at once: choose fewer steps"
             )
-        spans = [span for file, found in ranges for span in file.read(*found, clock, origin)]
+        spans = [span for file, found in ranges for span in file.read(*found, clock, origin, malformed)]
         hosts = {rank: parts[-1].origin.host for rank, parts in self.restarts().items()}
         timeline = Timeline(spans, origin_unix_ns=origin, clock_error=clock.error, hosts=hosts)
         marks = [
@@ -127,20 +142,27 @@ class TimelineFiles:
         clock = OneClock.of(origins, self._ties)
         return clock, min(map(clock.unix_ns, origins), default=0)
 
-    def newest(self, steps: int, spans: int) -> Timeline:
+    def newest(self, steps: int, spans: int, malformed: Malformed) -> Timeline:
         """Return the newest steps, fewer if they would have more than so many spans; three at least.
 
+        Ranks that are so many steps behind the first one are left out: they were lost, and others went on.
+
         Raises:
-            ShoalError: A line is malformed.
+            ShoalError: The steps have more bytes than a page can show.
         """
-        last = self.last_step()
-        if last is None:
+        found = [file.last_step() for file in self._files.values() if file.parts]
+        finished = [step for step in found if step is not None]
+        if not finished or len(finished) < len(found):
             return Timeline([])
-        sample = self.steps(last, last)
-        fitting = max(3, spans // max(1, len(sample)))
-        return self.steps(max(last - min(steps, fitting) + 1, 0), last)
+        last = min(step for step in finished if step > max(finished) - steps)
+        ranges = [found for file in self._files.values() if (found := file.range_of(last, last))]
+        size = sum(stop - start for start, stop, _ in ranges)
+        sample = self.steps(last, last, malformed)
+        fitting = min(spans // max(1, len(sample)), _MOST_BYTES // (2 * max(1, size)))
+        return self.steps(max(last - min(steps, max(_FEWEST_STEPS, fitting)) + 1, 0), last, malformed)
 
 
+@final
 class _File:
     """One file. Offsets count bytes."""
 
@@ -154,7 +176,11 @@ class _File:
         self._identity: tuple[int, int] | None = None
 
     def refresh(self) -> bool:
-        """Find the headers in what was appended; return whether there was a whole line."""
+        """Find the headers in what was appended; return whether there was a whole line.
+
+        Raises:
+            ShoalError: It is not a timeline.
+        """
         found = self.path.stat()
         identity = (found.st_dev, found.st_ino)
         if identity != self._identity or found.st_size < self._scanned:
@@ -215,11 +241,19 @@ class _File:
                     return start, stop, self.parts[number]
         return None
 
-    def read(self, start: int, stop: int, part: Restart, clock: OneClock, origin: int) -> Iterator[Span]:
+    def read(
+        self,
+        start: int,
+        stop: int,
+        part: Restart,
+        clock: OneClock,
+        origin: int,
+        malformed: Malformed | None,
+    ) -> Iterator[Span]:
         """Yield the spans of some bytes, with starts counted from an origin on the one clock.
 
         Raises:
-            ShoalError: A line is malformed.
+            ShoalError: A line is malformed, and errors are not collected.
         """
         with self._mapped() as data:
             lines = data[start:stop].split(b"\n")
@@ -234,9 +268,10 @@ class _File:
                         more = clock.correction(part.origin, float(fields["start"])) if is_corrected else 0.0
                         yield parse_span(fields, rank=part.rank, offset=offset + more)
                 except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-                    raise ShoalError(
-                        f"{self.path}: byte {at}: not a span of a timeline: {error!r}"
-                    ) from error
+                    told = ShoalError(f"{self.path}: byte {at}: not a span of a timeline: {error!r}")
+                    if malformed is None:
+                        raise told from error
+                    malformed[self.path, at] = told
             at += len(line) + 1
 
     def _bounds(self, size: int) -> list[tuple[int, int]]:
