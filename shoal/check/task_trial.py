@@ -192,4 +192,4 @@ def trial_of(
                 possible=f"batches of {held} samples, as it gives them",
                 change=f"leave out --{name}",
             )
-    return TaskTrial(model=model, model_options=options, batch=held, **numbers)
+    return TaskTrial(model=model, model_options=options, batch=held, **numbers)  # type: ignore[arg-type]

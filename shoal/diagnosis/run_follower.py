@@ -21,7 +21,7 @@ from shoal.run.metrics_tail import MetricsTail
 from shoal.run.timeline_files import Malformed, TimelineFiles
 from shoal.run.writer import is_written
 from shoal.simulate import Prediction, kinds_compared, mark_bubbles, recorded_cluster
-from shoal.timeline import Timeline, explain
+from shoal.timeline import Breakdown, Timeline, explain
 
 __all__ = ["RunFollower"]
 
@@ -64,7 +64,8 @@ class RunFollower:
         self.lock = threading.RLock()
         self.account: Account | None = None
         self.alive: bool | None = None
-        self.timeline, self.breakdown = Timeline([]), None
+        self.timeline = Timeline([])
+        self.breakdown: Breakdown | None = None
         self.verdict = verdict(self.timeline)
         self._events = FollowedAccount(run)
         self._steps, self._spans, self._rest = steps, spans, rest

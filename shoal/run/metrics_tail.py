@@ -83,7 +83,8 @@ class MetricsTail:
         """Return the values that steps have, in order of steps; NaN where one is not a number."""
         values = self.column(name)
         diverged = [step for each, step in self._not_numbers if each == name]
-        return values[~np.isnan(values) | np.isin(self.steps, diverged)].tolist()
+        curve: list[float] = values[~np.isnan(values) | np.isin(self.steps, diverged)].tolist()
+        return curve
 
     @property
     def values(self) -> dict[str, float]:

@@ -155,8 +155,8 @@ class TimelineFiles:
         if not finished or len(finished) < len(found):
             return Timeline([])
         last = min(step for step in finished if step > max(finished) - steps)
-        ranges = [found for file in self._files.values() if (found := file.range_of(last, last))]
-        size = sum(stop - start for start, stop, _ in ranges)
+        ranges = [file.range_of(last, last) for file in self._files.values()]
+        size = sum(each[1] - each[0] for each in ranges if each)
         sample = self.steps(last, last, malformed)
         fitting = min(spans // max(1, len(sample)), _MOST_BYTES // (2 * max(1, size)))
         return self.steps(max(last - min(steps, max(_FEWEST_STEPS, fitting)) + 1, 0), last, malformed)
