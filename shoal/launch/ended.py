@@ -42,8 +42,11 @@ class Ended:
             WorkerError: A rank failed; the error names the rank that failed first.
         """
         if self.signal:
-            left = [outcome for outcome in self.outcomes if outcome.rank in self.ranks]
-            return exit_code_after_signal(left, self.ranks, self.signal)
+            left = {outcome.rank: outcome for outcome in self.outcomes if outcome.rank in self.ranks}
+            for rank in set(self.ranks) - left.keys():  # the folder of the outcomes may be full, or gone
+                if (code := self.exit_codes.get(rank)) in (0, EXIT_STOPPED):
+                    left[rank] = Outcome(rank=rank, exit_code=code)
+            return exit_code_after_signal(list(left.values()), self.ranks, self.signal)
         codes = {rank: code for rank, code in self.exit_codes.items() if rank in self.ranks}
         if codes and set(codes.values()) <= {0, EXIT_STOPPED}:
             return max(codes.values())

@@ -6,9 +6,11 @@ failure. So each rank writes how it ended, and whether it failed in a collective
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Collection, Mapping, Sequence
@@ -64,8 +66,19 @@ class Outcome:
         )
 
     def write(self, folder: Path) -> None:
-        """Write the outcome to a file for the launcher."""
-        (folder / f"rank-{self.rank:05d}.json").write_text(json.dumps(dataclasses.asdict(self)))
+        """Write the outcome to a file for the launcher.
+
+        Where its folder is full or gone, print the error: the launcher then has the exit code alone.
+        """
+        file = folder / f"rank-{self.rank:05d}.json"
+        try:
+            file.write_text(json.dumps(dataclasses.asdict(self)))
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                file.unlink(missing_ok=True)  # a part of it says nothing
+            print(f"how this rank ended cannot be written to {file}: {error.strerror}", file=sys.stderr)
+            if self.error:
+                print(f"{self.error}\n{self.detail}".rstrip(), file=sys.stderr, flush=True)
 
     @classmethod
     def read_all(cls, folder: Path) -> list[Outcome]:

@@ -7,11 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
 from shoal.errors import PlanError, TrainingError
-from shoal.launch import run_rank, signals_noted
+from shoal.launch import launch, run_rank, signals_noted
 from shoal.signals import ANSWERED, STOPS, end_early, withheld_from_children
 
 
@@ -299,3 +301,35 @@ raise SystemExit(75)
 def test_a_signal_while_the_interpreter_ends_leaves_the_exit_code(number, work):
     program = LATE.replace("NUMBER", number.name).replace("WORK", work)
     assert subprocess.run([sys.executable, "-c", program], timeout=120).returncode == 75
+
+
+GONE = """
+import os, shutil, sys, time
+from pathlib import Path
+from shoal.launch import run_rank
+
+def work(stop):
+    stop.heed()
+    shutil.rmtree(os.environ["SHOAL_OUTCOMES"])
+    Path(sys.argv[1], os.environ["RANK"]).touch()
+    while stop.received is None:
+        time.sleep(0.01)
+    return 75
+
+raise SystemExit(run_rank(int(os.environ["RANK"]), work))
+"""
+
+
+def test_ranks_that_have_saved_have_stopped_where_the_folder_of_outcomes_is_gone(tmp_path, capfd):
+    def ask():
+        while not (tmp_path / "0").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert launch([sys.executable, "-c", GONE, str(tmp_path)], 1) == 75
+    asking.join()
+    told = capfd.readouterr().err
+    assert "how this rank ended cannot be written" in told
+    assert "Traceback" not in told
