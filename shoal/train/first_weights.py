@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from shoal.checkpoint import (
+    Manifest,
     Piece,
     TensorRecord,
     attempt_together,
@@ -18,7 +20,7 @@ from shoal.checkpoint import (
     read_together,
     resolve,
 )
-from shoal.errors import CheckpointError, ConfigError, nearest
+from shoal.errors import CheckpointError, ConfigError, CorruptCheckpointError, nearest
 from shoal.models import is_adapter, plain_name
 from shoal.train.put_off import give_put_off_values, note_loaded
 from shoal.train.state import pieces_to_load
@@ -79,8 +81,7 @@ def require_weights(given: str, model: nn.Module) -> None:
         ConfigError: There is no checkpoint, or it is of another model.
     """
     try:
-        newest = resolve(Path(given))[0]
-        saved = read_manifest(newest).tensors
+        saved = _newest_manifest(resolve(Path(given))).tensors
     except CheckpointError as error:
         raise ConfigError(
             f"init={given} cannot be begun from: {error}",
@@ -106,6 +107,18 @@ def require_weights(given: str, model: nn.Module) -> None:
                 possible="the model and model_options of the run that saved it, which its run.json has",
                 change="give that model, or other weights",
             )
+
+
+def _newest_manifest(found: Sequence[Path]) -> Manifest:
+    """Return the first manifest that can be read: `begin_from` passes over corrupt checkpoints, too.
+
+    Raises:
+        CheckpointError: There is none; the error is that of the last.
+    """
+    for path in found[:-1]:
+        with contextlib.suppress(CorruptCheckpointError):
+            return read_manifest(path)
+    return read_manifest(found[-1])
 
 
 def _as_saved(pieces: Sequence[Piece], saved: Mapping[str, TensorRecord]) -> Iterator[Piece]:

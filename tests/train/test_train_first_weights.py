@@ -1,6 +1,7 @@
 """A run that begins from the weights of another: fine-tuning."""
 
 import random
+import shutil
 
 import pytest
 from run_stand_ins import train
@@ -50,6 +51,20 @@ def test_a_run_that_began_from_weights_goes_on_by_itself(ranks, tiny_run, source
     train(ranks, words, tmp_path)
     train(ranks, ["--resume", "tuned", "--set", "steps=3"], tmp_path)
     assert [values["step"] for values in Run.open(tmp_path / "tuned").metrics()] == [1, 2, 3]
+
+
+def test_a_run_begins_from_an_older_checkpoint_if_the_newest_one_is_corrupt(
+    ranks, tiny_run, source, other_text, tmp_path
+):
+    shutil.copytree(source, tmp_path / "source")
+    older = resolve(tmp_path / "source")[0]
+    newest = shutil.copytree(older, older.with_name("step-00000009"))
+    (newest / "manifest.json").write_text("{")
+    settings = ["init=source", f"data.source={other_text}", "steps=1", "optimizer.learning_rate=1e-30"]
+    words = [*tiny_run, *(word for each in settings for word in ("--set", each)), "--run", "tuned"]
+    train(ranks, words, tmp_path)
+    differ = compare(older, resolve(tmp_path / "tuned")[0])
+    assert not [each for each in differ if each.name.startswith(("model/", "fixed/"))]
 
 
 @pytest.mark.parametrize(
