@@ -247,12 +247,12 @@ def _on_local_ranks(
     job: Job, nursery: Nursery | None, elasticity: Elasticity | None, grace: float | None
 ) -> int:
     from shoal.launch import launch, launch_elastic
-    from shoal.run import Run
+    from shoal.run import Run, shown
     from shoal.run.writer import require_free
     from shoal.train import FOLDER, memory_folder
 
     run = Run(job.path)
-    require_free(run.checkpoints, f"the run {run.path}")
+    require_free(run.checkpoints, f"the run {shown(run.path)}")
     with scratch_folder() as scratch:
         file = scratch / "job"
         file.write_bytes(encode(job))
@@ -311,10 +311,11 @@ def _telling_how_to_go_on(runs: Sequence[Path]) -> Iterator[None]:
 def _how_to_go_on(run: Path) -> str:
     """Return a sentence on how to resume a failed run; empty if it has saved nothing."""
     from shoal.checkpoint import checkpoints, step_of
+    from shoal.run import shown
 
     saved = checkpoints(run / "checkpoints")
     return (
-        f"Step {step_of(saved[0])} is saved; continue with: shoal train --resume {shlex.quote(str(run))}"
+        f"Step {step_of(saved[0])} is saved; continue with: shoal train --resume {shlex.quote(shown(run))}"
         if saved
         else ""
     )
@@ -331,7 +332,7 @@ def _checked_job(args: argparse.Namespace, ranks: int) -> Job:
 def _joining_job(path: Path) -> Job:
     """Return the job of one more worker of a run with parameter servers."""
     from shoal.plan import Plan, SettledPlan
-    from shoal.run import Run
+    from shoal.run import Run, absolute
     from shoal.train import Job, load_config, located
 
     described = Run.open(path).description
@@ -343,7 +344,7 @@ def _joining_job(path: Path) -> Job:
             possible="a run with exchange=server, or with exchange=local,servers=1",
             change="give such a run, or start a new one",
         )
-    return Job(config=config, plan=plan, path=path, resume=None, joins=True)
+    return Job(config=config, plan=plan, path=absolute(path), resume=None, joins=True)
 
 
 def _advised(args: argparse.Namespace, run: Run | None) -> tuple[str, ...]:

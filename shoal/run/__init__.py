@@ -8,7 +8,7 @@ Nouns: Run, Decision, MeasuredMemory, Account (where the wall clock went), Ledge
 
 from shoal.run.account import CAUSES, Account, Ledger, account
 from shoal.run.decisions import Decision, read_decisions, write_decision
-from shoal.run.directory import Run, default_path, is_free
+from shoal.run.directory import Run, absolute, default_path, is_free, shown
 from shoal.run.events import Event, read_events, write_event
 from shoal.run.memory import OUTSIDE, MeasuredMemory, UnitMemory, write_memory
 from shoal.run.metrics import json_number, metrics_line, read_metrics
@@ -27,6 +27,7 @@ __all__ = [
     "Run",
     "Speed",
     "UnitMemory",
+    "absolute",
     "account",
     "default_path",
     "is_free",
@@ -35,6 +36,7 @@ __all__ = [
     "read_decisions",
     "read_events",
     "read_metrics",
+    "shown",
     "speed_of",
     "tokens_per_second",
     "write_decision",

@@ -40,7 +40,7 @@ from shoal.run.memory import MeasuredMemory, read_memory
 from shoal.run.metrics import read_metrics
 from shoal.run.updates import Applied, read_updates
 
-__all__ = ["Run", "default_path", "is_free"]
+__all__ = ["Run", "absolute", "default_path", "is_free", "shown"]
 
 _DESCRIPTION = "run.json"
 _NAMED_RUNS = 5
@@ -84,7 +84,7 @@ class Run:
         text = json.dumps(description, indent=2, allow_nan=False) + "\n"
         if not is_free(run.path):
             raise RunError(
-                f"{run.path} exists already, and a run is never overwritten",
+                f"{shown(run.path)} exists already, and a run is never overwritten",
                 possible="a path that does not exist yet, or an empty directory",
                 change="give another path, or resume the run that is there",
             )
@@ -95,13 +95,13 @@ class Run:
             _write_atomically(run.path / _DESCRIPTION, text, is_new=True)
         except FileExistsError as error:
             raise RunError(
-                f"{run.path} was made by another process just now",
+                f"{shown(run.path)} was made by another process just now",
                 possible="one process for a run",
                 change="give another path, or resume the run that is there once it has ended",
             ) from error
         except OSError as error:
             raise RunError(
-                f"the run {run.path} cannot be made: {error}",
+                f"the run {shown(run.path)} cannot be made: {error}",
                 possible="a path in a directory that can be written to",
                 change="give another path, or make that directory writable",
             ) from error
@@ -253,6 +253,34 @@ def is_free(path: Path) -> bool:
         return path.is_dir() and all(map(_is_left, path.iterdir()))
     except OSError:
         return False
+
+
+def _working_directory() -> Path | None:
+    try:
+        return Path.cwd()
+    except OSError:  # it was removed
+        return None
+
+
+_given_in = _working_directory()
+
+
+def absolute(path: Path) -> Path:
+    """Return an absolute path, valid after a model's code changes the working directory; see `shown`."""
+    global _given_in
+    if not path.is_absolute():
+        _given_in = _working_directory()
+    return path.absolute()
+
+
+def shown(path: Path) -> str:
+    """Return a path as messages give it: relative to the folder in which relative paths were given.
+
+    That is the folder of the last call of `absolute`, before one the folder in which the process started.
+    """
+    if _given_in is not None and path.is_relative_to(_given_in):
+        return str(path.relative_to(_given_in))
+    return str(path)
 
 
 def _is_left(path: Path) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from shoal.checkpoint import Coordinator
 from shoal.errors import RunError, ShoalError
-from shoal.run import Run
+from shoal.run import Run, shown
 from shoal.run.writer import Claiming, Writer
 
 __all__ = ["claim_together"]
@@ -34,7 +34,7 @@ def claim_together(
     Raises:
         RunError: On all ranks: the run is another process's, cannot be written, or is not seen by a rank.
     """
-    claiming = Claiming(run.checkpoints, say, f"the run {run.path}") if acts else None
+    claiming = Claiming(run.checkpoints, say, f"the run {shown(run.path)}") if acts else None
     outcome: bool | ShoalError = False
     while not outcome:
         try:
@@ -43,7 +43,7 @@ def claim_together(
             outcome = error
         except OSError as error:
             outcome = RunError(
-                f"the run {run.path} cannot be written: {error.strerror or error}",
+                f"the run {shown(run.path)} cannot be written: {error.strerror or error}",
                 possible="a directory with room, in which this user may make files",
                 change="make it writable, or give another --run",
             )

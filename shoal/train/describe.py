@@ -12,6 +12,7 @@ from torch import nn
 
 from shoal.models import Transformer, new_parameters
 from shoal.plan import Plan
+from shoal.run import shown
 from shoal.train.automatic import PassedOver
 from shoal.train.config import describe_config
 from shoal.train.job import Job
@@ -40,8 +41,8 @@ def opening(job: Job, described: Mapping[str, Any], plan: Plan) -> str:
     model, device = described["model"], described["device"]
     ranks = f"{job.plan.ranks} {device['type']} rank{'s' if job.plan.ranks > 1 else ''}"
     return (
-        f"run {job.path}: {model['name']} with {format_count(model['parameters'])} parameters on {ranks}, "
-        f"Plan {plan}\n{describe_config(job.config)}{_passed_over_text(job.passed_over)}"
+        f"run {shown(job.path)}: {model['name']} with {format_count(model['parameters'])} parameters "
+        f"on {ranks}, Plan {plan}\n{describe_config(job.config)}{_passed_over_text(job.passed_over)}"
         f"{'' if job.goes_on else _new_parameters_text(described)}"
     )
 

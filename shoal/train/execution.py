@@ -19,7 +19,7 @@ from shoal.launch import EXIT_STOPPED, PEER, Membership, StopSignal, World
 from shoal.parallel.exchange.worker_exchange import WorkerExchange
 from shoal.plan import Plan
 from shoal.record import ClockExchange, Marks, exchange_clocks
-from shoal.run import Account, Decision, Run, write_decision
+from shoal.run import Account, Decision, Run, shown, write_decision
 from shoal.train.agreement import are_all_asked
 from shoal.train.claim_together import claim_together
 from shoal.train.classes import for_model, prepared
@@ -211,7 +211,8 @@ class Execution:
             with self._time.part("save"):
                 path = self._saving.save_at_end()
             self._say(
-                f"stopped by a signal; saved {path}; go on with --resume {shlex.quote(str(self._run.path))}"
+                f"stopped by a signal; saved {shown(path)}; "
+                f"go on with --resume {shlex.quote(shown(self._run.path))}"
             )
         return EXIT_STOPPED
 
@@ -319,7 +320,7 @@ class Execution:
             beside = [] if self._in_memory is None or hosts is not None else [self._in_memory.directory]
             path = go_on(self._trainer, resume, self._data, self._coordinator, self._say, beside, hosts)
             begins = "there is no sound checkpoint: training starts from the beginning"
-            self._say(f"goes on from {path}" if path else begins)
+            self._say(f"goes on from {shown(path)}" if path else begins)
             if path and self._is_first:
                 made = self._trainer.step_count
                 if text := rate_change_of(resume.run, self._config, made):

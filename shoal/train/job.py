@@ -20,7 +20,7 @@ from shoal.errors import CheckpointError, ConfigError, ModelError, RunError
 from shoal.models import Transformer
 from shoal.parallel import require_documents, require_layout, require_trainable
 from shoal.plan import Plan, SettledPlan, parse_settings
-from shoal.run import Run, default_path, is_free
+from shoal.run import Run, absolute, default_path, is_free, shown
 from shoal.simulate import recorded_cluster
 from shoal.train.automatic import AUTOMATIC, PassedOver, Resolved, choose_plan, settled_stages
 from shoal.train.classes import prepared, require_classes, require_data_parallel
@@ -63,7 +63,7 @@ class Job:
     Attributes:
         config: The configuration as it was given.
         plan: The configuration's Plan, resolved for the ranks and the batch.
-        path: The run's directory.
+        path: The run's directory, absolute, since a model's code may change the working directory.
         resume: The state from which it continues; None for a run that begins anew.
         cluster: The machines for its predictions; None if nothing names them.
         passed_over: Plans that would have been quicker, but cannot be trained.
@@ -201,23 +201,24 @@ def find_resume(given: str | None, directory: Path | None) -> Resume | None:
         return None
     if given == "auto":
         if directory is None:
-            newest = Run.newest("runs")
+            newest = Run.newest(absolute(Path("runs")))
             return None if newest is None else Resume(newest, None)
+        directory = absolute(directory)
         return Resume(Run.open(directory), None) if (directory / "run.json").is_file() else None
-    path = Path(given)
+    path = absolute(Path(given))
     if (path / "run.json").is_file():
         return Resume(Run.open(path), None)
     if (path / "manifest.json").is_file():
-        return Resume(Run.open(path.absolute().parent.parent), path)
+        return Resume(Run.open(path.parent.parent), path)
     raise RunError(
-        f"--resume {path} is neither a run nor a checkpoint",
+        f"--resume {given} is neither a run nor a checkpoint",
         possible="auto, a run's directory, or a checkpoint such as runs/NAME/checkpoints/step-00000100",
         change="correct the path",
     )
 
 
 def choose_path(directory: Path | None, resume: Resume | None, config: TrainConfig) -> Path:
-    """Return the run's directory: that of the run that goes on, or a new one, maybe from a checkpoint.
+    """Return the run's absolute directory: of the run that goes on, or a new one, maybe from a checkpoint.
 
     Raises:
         RunError: A new run's directory exists already; or the run would go on from a checkpoint that is not
@@ -227,18 +228,19 @@ def choose_path(directory: Path | None, resume: Resume | None, config: TrainConf
         newest = checkpoints(resume.run.checkpoints)[:1]
         if resume.checkpoint is not None and resume.checkpoint.name != newest[0].name:
             raise RunError(
-                f"{resume.checkpoint.name} is not the newest checkpoint of {resume.run.path}: "
+                f"{resume.checkpoint.name} is not the newest checkpoint of {shown(resume.run.path)}: "
                 f"{newest[0].name} is",
                 possible="a run goes on from its newest checkpoint; a new run may begin from any",
                 change="add --run with a new directory, or resume the run itself",
             )
         return resume.run.path
-    path = directory if directory is not None else default_path("runs", Path(config.model).name)
+    given = directory if directory is not None else default_path("runs", Path(config.model).name)
+    path = absolute(given)
     if not is_free(path):
         raise RunError(
-            f"{path} exists already, and a run is never overwritten",
+            f"{given} exists already, and a run is never overwritten",
             possible="a path that does not exist yet, or an empty directory",
-            change=f"give another --run, or resume the run that is there: --resume {path}",
+            change=f"give another --run, or resume the run that is there: --resume {given}",
         )
     return path
 
@@ -256,10 +258,11 @@ def nothing_left_to_do(job: Job) -> str:
     made, asked = step_of(last), job.config.steps
     if made == asked and not job.is_served and not _is_validated(job.resume.run, made):
         return ""  # a signal has stopped the last validation
+    run = shown(job.path)
     return (
-        f"{job.path} is complete: {made} of {asked} steps are made, and {last.name} is sound; nothing was "
-        f"started. To train longer: shoal train --resume {shlex.quote(str(job.path))} --set steps=N, with N "
-        f"above {made}"
+        f"{run} is complete: {made} of {asked} steps are made, and {last.name} is sound; nothing was "
+        f"started. To train longer: shoal train --resume {shlex.quote(run)} --set steps=N, "
+        f"with N above {made}"
     )
 
 

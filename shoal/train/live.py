@@ -10,7 +10,7 @@ import time
 from typing import TextIO
 
 from shoal.launch import TERMINAL
-from shoal.run import Run, tokens_per_second
+from shoal.run import Run, shown, tokens_per_second
 from shoal.simulate import measured_timeline
 from shoal.timeline import explain
 from shoal.train.result import StepResult
@@ -111,7 +111,7 @@ def summary(run: Run, saves: str = "") -> str:
     tokens = sum(values["tokens"] for values in trained)
     parameters = format_count(model["parameters"])
     lines = [
-        f"run         {run.path}",
+        f"run         {shown(run.path)}",
         f"model       {model['name']}, {parameters} parameters, Plan {described['plan']}",
         f"steps       {len(trained)}, {format_count(tokens)} tokens in {format_seconds(seconds)}",
     ]
@@ -139,7 +139,7 @@ def summary(run: Run, saves: str = "") -> str:
         ]
         lines.append(f"step        {format_seconds(parts.wall)}: {', '.join(shares)}")
     is_classifier = bool(described.get("config", {}).get("data", {}).get("label"))
-    path = shlex.quote(str(run.path))
+    path = shlex.quote(shown(run.path))
     then = f"shoal export {path} DIR" if is_classifier else f"shoal sample {path} --prompt 'def '"
     lines.append(f"next        shoal report {path}    {then}")
     return "\n".join(lines)

@@ -24,7 +24,7 @@ from shoal.collectives.interface import address_towards
 from shoal.errors import RunError
 from shoal.launch import EXIT_STOPPED, StopSignal, World, meet
 from shoal.record import AppendFile
-from shoal.run import Run
+from shoal.run import Run, shown
 from shoal.server import Server, Servers
 from shoal.train.job import Job, nothing_left_to_do
 from shoal.values import decode, encode
@@ -166,7 +166,7 @@ def joined_role(world: World, job: Job) -> Role:
         socket.create_connection(addresses[0], timeout=10.0).close()
     except (OSError, ValueError) as error:
         raise RunError(
-            f"--join {job.path} was given, and its parameter servers cannot be reached: {error}",
+            f"--join {shown(job.path)} was given, and its parameter servers cannot be reached: {error}",
             possible="a run that has begun and goes on",
             change="give such a run, or continue one that was stopped with --resume",
         ) from error

@@ -22,7 +22,7 @@ from shoal.parallel import Parallel
 from shoal.plan import Plan
 from shoal.record import ClockExchange, MetricsWriter, Recorder, exchange_clocks, open_recorder
 from shoal.release import release
-from shoal.run import Decision, Run, write_decision
+from shoal.run import Decision, Run, absolute, shown, write_decision
 from shoal.train.claim_together import claim_together
 from shoal.train.step_memory import MemoryRecord
 from shoal.train.time_account import TimeAccount
@@ -78,7 +78,7 @@ class RunRecord:
         self._coordinator = coordinator
         self._device = device
         self._described = _describe(path, coordinator, model) | dict(settings)
-        self.run = Run(path)
+        self.run = Run(absolute(path))  # the model's code may change the working directory
         self._goes_on = self._open_together()
         say = print if coordinator.rank == 0 else lambda text: None
         self._writer = claim_together(coordinator, self.run, say, acts=coordinator.rank == 0)
@@ -119,7 +119,7 @@ class RunRecord:
         """
         if self._goes_on:
             raise RunError(
-                f"{self.run.path} holds a run, and a new run would overwrite it",
+                f"{shown(self.run.path)} holds a run, and a new run would overwrite it",
                 possible="a new directory, or the run's own Trainer with one of its checkpoints loaded",
                 change="give another run=, or load one of its checkpoints before the first step",
             )

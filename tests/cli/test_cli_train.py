@@ -185,6 +185,39 @@ def test_a_model_from_the_users_folder_is_trained_and_sampled(ranks, tiny_run, o
     assert "step 3/3" in (run.log / "rank-00000.log").read_text()
 
 
+WANDERS = """
+import os
+from torch import nn
+
+class Wanders(nn.Sequential):
+    def train(self, mode=True):
+        os.makedirs("elsewhere", exist_ok=True)
+        os.chdir("elsewhere")
+        return super().train(mode)
+
+def make(width=8):
+    return Wanders(nn.Embedding(256, width), nn.Linear(width, 256))
+"""
+
+
+def test_a_model_that_changes_the_working_directory_leaves_a_run_in_one_place(ranks, tiny_run, own_folder):
+    (own_folder / "model_that_wanders.py").write_text(WANDERS)
+    words = [word for word in tiny_run if word != "--set" and not word.startswith("model_options")]
+    words += ["model=model_that_wanders:make", "model_options.width=4", "steps=2", "checkpoint.every=1"]
+    settings = [word for setting in words for word in ("--set", setting)]
+    words = ["train", *settings, "--run", "runs/one", "--nproc", "1"]
+    assert ranks.run(train_here, 1, words, own_folder) == [0]
+    assert list(own_folder.rglob("run.json")) == [own_folder / "runs" / "one" / "run.json"]
+    run = Run.open(own_folder / "runs" / "one")
+    log = (run.log / "rank-00000.log").read_text()
+    assert "run runs/one: " in log
+    assert "shoal report runs/one" in log
+    again = ["train", "--resume", "runs/one", "--set", "steps=4"]
+    assert ranks.run(train_here, 1, again, own_folder) == [0]
+    assert [values["step"] for values in run.metrics()] == [1, 2, 3, 4]
+    assert not [path for path in own_folder.rglob("checkpoints") if path != run.checkpoints]
+
+
 OPTIMIZER = """
 import torch
 
