@@ -15,18 +15,10 @@ from shoal.plan import Plan
 from shoal.train.automatic import PassedOver
 from shoal.train.config import describe_config
 from shoal.train.job import Job
-from shoal.train.run_record import describe_device, describe_versions
+from shoal.train.run_writer import describe_device, describe_versions
 from shoal.units import format_count
 
-__all__ = ["describe", "opening", "since_step"]
-
-
-def since_step(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> int | None:
-    """Return the first step under the present layout, from which a report counts; None for all steps."""
-    settings = ("plan", "world_size", "tokens_per_step", "device")
-    is_same = all(before.get(name) == now[name] for name in settings)
-    since: int | None = before.get("since_step")
-    return since if is_same else step
+__all__ = ["describe", "opening"]
 
 
 def opening(job: Job, described: Mapping[str, Any], plan: Plan) -> str:

@@ -11,10 +11,11 @@ import torch
 
 from shoal.errors import ConfigError
 from shoal.parallel import Parallel
+from shoal.parallel.exchange.worker_exchange import WorkerExchange
 from shoal.plan import Plan
 from shoal.run import Decision
 from shoal.train.result import StepResult
-from shoal.train.run_record import RunRecord
+from shoal.train.run_writer import RunWriter
 
 __all__ = ["Listeners"]
 
@@ -24,55 +25,62 @@ class Listeners:
     """Report steps, validations and checkpoints.
 
     Attributes:
-        record: Record of the Run; None without one.
+        run: Writer of the Run; None without one.
+        closes_run: Whether the Trainer made the writer, and so closes it.
         on_step: The user's function for steps; None if there is none.
         on_validation: The user's function for validations; None if there is none.
         on_save: The user's function for checkpoints; None if there is none.
         on_decision: The user's function for decisions about the exchange; None if there is none.
     """
 
-    record: RunRecord | None
+    run: RunWriter | None
+    closes_run: bool
     on_step: Callable[[StepResult], object] | None
     on_validation: Callable[[int, Mapping[str, float]], object] | None
     on_save: Callable[[Path], object] | None
     on_decision: Callable[[Decision], object] | None
 
-    def laid_out(self, plan: Plan) -> None:
-        """Report the final Plan."""
-        if self.record is not None:
-            self.record.settle(plan)
+    def laid_out(self, plan: Plan, exchange: WorkerExchange) -> None:
+        """Report the final Plan, and how workers exchange."""
+        if self.run is not None:
+            self.run.laid_out(plan, exchange)
 
-    def begin_step(self) -> None:
-        """Check, before a step, that the Run may be written.
+    def begin_step(self, step: int) -> None:
+        """Check, before a step, that the Run may be written; `step` steps are made.
 
         Raises:
             RunError: The directory of the Run holds a run, and no checkpoint of it was loaded.
         """
-        if self.record is not None:
-            self.record.require_loaded()
+        if self.run is not None:
+            self.run.begin_step(step)
 
     def measured(
         self, parallel: Parallel, optimizer: torch.optim.Optimizer, step: int
     ) -> AbstractContextManager[None]:
-        """Return a context for a step, whose time and memory the Run may measure."""
-        return nullcontext() if self.record is None else self.record.step(parallel, optimizer, step)
+        """Return a context for the computation of a step, whose memory the Run may measure."""
+        return nullcontext() if self.run is None else self.run.measured(parallel, optimizer, step)
 
     def part(self, name: str) -> AbstractContextManager[None]:
-        """Return a context for work beside the steps, such as "save", whose time the Run notes."""
-        return nullcontext() if self.record is None else self.record.part(name)
+        """Return a context for work such as "steps" or "save", whose time the Run notes."""
+        return nullcontext() if self.run is None else self.run.part(name)
+
+    def made(self, step: int) -> None:
+        """Report that a step has ended, after which `step` steps are made; its result may come later."""
+        if self.run is not None:
+            self.run.made(step)
 
     def stepped(self, result: StepResult) -> None:
         """Report that a step was made or skipped."""
-        if self.record is not None:
-            self.record.log(result.step, result.values())
+        if self.run is not None:
+            self.run.log(result.step, result.values())
         if self.on_step is not None:
             self.on_step(result)
 
     def validated(self, step: int, values: Mapping[str, float]) -> None:
         """Report values that were measured on held-out samples, among them the loss."""
-        if self.record is not None:
+        if self.run is not None:
             names = {name: "validation_loss" if name == "loss" else name for name in values}
-            self.record.log(step, {names[name]: value for name, value in values.items()})
+            self.run.log(step, {names[name]: value for name, value in values.items()})
         if self.on_validation is not None:
             self.on_validation(step, values)
 
@@ -83,20 +91,23 @@ class Listeners:
 
     def decided(self, decision: Decision) -> None:
         """Report a decision about the exchange."""
-        if self.record is not None:
-            self.record.decided(decision)
+        if self.run is not None:
+            self.run.decided(decision)
         if self.on_decision is not None:
             self.on_decision(decision)
 
     def loaded(self, step: int) -> None:
         """Report that a checkpoint was loaded, made after this many steps."""
-        if self.record is not None:
-            self.record.loaded(step)
+        if self.run is not None:
+            self.run.loaded(step)
 
-    def close(self) -> None:
-        """Write what is still buffered."""
-        if self.record is not None:
-            self.record.close()
+    def close(self, error: BaseException | None) -> None:
+        """Close a Run of the Trainer's own, after an error if there is one."""
+        if self.run is None or not self.closes_run:
+            return
+        if error is not None:
+            self.run.failed(error)
+        self.run.close("the Trainer was closed")
 
     @property
     def checkpoints(self) -> Path:
@@ -105,10 +116,10 @@ class Listeners:
         Raises:
             ConfigError: There is no Run.
         """
-        if self.record is None:
+        if self.run is None:
             raise ConfigError(
                 "save() of a Trainer without a Run was called without a directory",
                 possible="a directory of checkpoints, or a Trainer with run=",
                 change="give save() a directory",
             )
-        return self.record.run.checkpoints
+        return self.run.run.checkpoints

@@ -41,7 +41,7 @@ from shoal.train.optimizer import OptimizerFactory, build_optimizer
 from shoal.train.passes import Asked, Passes
 from shoal.train.randomness import begin_anew
 from shoal.train.result import StepResult
-from shoal.train.run_record import RunRecord
+from shoal.train.run_writer import RunWriter, writer_of_trainer
 from shoal.train.saved import SavedTraining
 from shoal.train.saves import Begun, Extra, Saves, Told
 from shoal.train.served import plan_of_ranks, serve_optimizer, stale_guard_of
@@ -89,7 +89,8 @@ class Trainer:
         synchronise_buffers: Whether buffers that steps change are averaged over the ranks after each.
         compare_replicas: Steps between comparisons of replicas' bits (`shoal.parallel.replicas`); 0 for none.
         servers: The parameter servers of the Plan. The ranks are then those of one worker.
-        run: A directory for a Run that `shoal report` explains; a recorder of its own comes with it.
+        run: A directory for a Run that `shoal report` explains; a recorder of its own comes with it. Or the
+            writer of a Run, which the caller closes.
         offload_folder: Folder for the files of a Plan with `offload`; by default `run`.
         held_out: With exchange=auto, what trials compare on. By default the loss of the samples that come
             next, and for Shoal's own models next-token accuracy.
@@ -133,7 +134,7 @@ class Trainer:
         synchronise_buffers: bool = False,
         compare_replicas: int = 100,
         servers: Servers | None = None,
-        run: Path | str | None = None,
+        run: Path | str | RunWriter | None = None,
         on_step: Callable[[StepResult], object] | None = None,
         on_validation: Callable[[int, Mapping[str, float]], object] | None = None,
         on_save: Callable[[Path], object] | None = None,
@@ -154,10 +155,13 @@ class Trainer:
         if self._device.type == "cpu":
             keep_freed_memory()
         settings = {"plan": str(self.plan), "seed": seed, "tokens_per_step": sequence and batch * sequence}
-        recorded = self.coordinator, model, self._device, settings, recorder
-        record = None if run is None else RunRecord(Path(run), *recorded)
-        self._listeners = Listeners(record, on_step, on_validation, on_save, on_decision)
-        self._recorder = (recorder if record is None else record.recorder) or NullRecorder()
+        writer = run if isinstance(run, RunWriter) else None
+        if run is not None and writer is None:
+            path = Path(run)
+            writer = writer_of_trainer(path, self.coordinator, self._device, model, settings, recorder)
+        closes_run = writer is not run
+        self._listeners = Listeners(writer, closes_run, on_step, on_validation, on_save, on_decision)
+        self._recorder = (recorder if writer is None else writer.recorder) or NullRecorder()
         names = [name for name, _ in model.named_parameters()]
         self._reader = Reader(model, loss, counted, packed=are_packed(samples), sequence=sequence)
         self._loader = Loader(samples, seed=seed, batch_size=batch)
@@ -168,19 +172,19 @@ class Trainer:
             seed=seed,
             device=self._device,
             recorder=self._recorder,
-            offload_folder=run if offload_folder is None else offload_folder,
+            offload_folder=offload_folder or (None if writer is None else writer.run.path),
         )
         if self.parallel.plan.compile == "blocks":
             self._reader.compile_loss(compiled)
         if is_own := isinstance(model, Transformer) and self._reader.is_default_loss:
             limit_logits(model, self.plan, self._device)
         require_divided_loss(self.parallel, self._reader, samples, seed)
-        self._listeners.laid_out(self.parallel.plan)
         self.optimizer = build_optimizer(self.parallel, self.config, of_all, make_optimizer)
         if servers is not None:
             given = whole, steps, servers, self.coordinator, self._recorder
             self.optimizer = serve_optimizer(self.parallel, self.optimizer, self.config, *given)
         self.exchange = exchange_of(self.optimizer, self.parallel)
+        self._listeners.laid_out(self.parallel.plan if servers is None else whole, self.exchange)
         microbatch = self.plan.microbatch
         replicas = Replicas(self.parallel, compare_replicas)
         laid_out = self.parallel, self.optimizer, self.coordinator, replicas
@@ -243,35 +247,10 @@ class Trainer:
             ReplicaError: Replicas hold different bits.
             RunError: The directory of the Run holds a run, and no checkpoint of it was loaded.
         """
-        self._listeners.begin_step()
-        self.saves.poll()
-        began = time.perf_counter()
-        with self._listeners.measured(self.parallel, self.optimizer, self.step_count + 1):
-            made = self._stepping.make(self.step_count, self.position, stop=stop)
-        turn, passed = made.turn, made.passed
-        result = StepResult(
-            turn.step + 1,
-            passed.loss,
-            self.exchange.norm_of_workers(made.norm.whole),
-            passed.stop,
-            learning_rate=made.rate,
-            tokens=round(passed.tokens * self.parallel.axes.data.size * made.progress.shares),
-            seconds=made.seconds,
-        )
-        before, self._unsettled = self._unsettled, Unsettled(result, turn.position, passed.losses, made.norm)
-        self.step_count, self.position = made.progress.steps, made.progress.position
-        if self._defers:
-            self.optimizer.zero_grad()
-            if before is not None:
-                self._report(before)
-            result.seconds = time.perf_counter() - began
-        else:
-            self.settle()
-        self.skips.require_progress()
-        if self._guide is not None and not result.stop:
-            self._guide.advance(made)
-        if self._stale_guard is not None:
-            self._stale_guard.advance(made)
+        self._listeners.begin_step(self.step_count)
+        with self._listeners.part("steps"):
+            result = self._step(stop)
+        self._listeners.made(self.step_count)
         return result
 
     def settle(self) -> None:
@@ -383,11 +362,43 @@ class Trainer:
 
     def close(self) -> None:
         """Wait for the last save, end processes that prepare data (a step restarts them), close the Run."""
-        self.saves.close(sys.exc_info()[1])
+        error = sys.exc_info()[1]
+        self.saves.close(error)
         if self._unsettled is not None and self._unsettled.result.is_finite:
             self.settle()  # otherwise ranks would look for the reason together, and one may be gone
         self._passes.close()
-        self._listeners.close()
+        self._listeners.close(error)
+
+    def _step(self, stop: Asked) -> StepResult:
+        self.saves.poll()
+        began = time.perf_counter()
+        with self._listeners.measured(self.parallel, self.optimizer, self.step_count + 1):
+            made = self._stepping.make(self.step_count, self.position, stop=stop)
+        turn, passed = made.turn, made.passed
+        result = StepResult(
+            turn.step + 1,
+            passed.loss,
+            self.exchange.norm_of_workers(made.norm.whole),
+            passed.stop,
+            learning_rate=made.rate,
+            tokens=round(passed.tokens * self.parallel.axes.data.size * made.progress.shares),
+            seconds=made.seconds,
+        )
+        before, self._unsettled = self._unsettled, Unsettled(result, turn.position, passed.losses, made.norm)
+        self.step_count, self.position = made.progress.steps, made.progress.position
+        if self._defers:
+            self.optimizer.zero_grad()
+            if before is not None:
+                self._report(before)
+            result.seconds = time.perf_counter() - began
+        else:
+            self.settle()
+        self.skips.require_progress()
+        if self._guide is not None and not result.stop:
+            self._guide.advance(made)
+        if self._stale_guard is not None:
+            self._stale_guard.advance(made)
+        return result
 
     def _report(self, step: Unsettled) -> None:
         """Read the values of a step, find the reason if it was left out, and report it."""

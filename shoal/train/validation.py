@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, final
 
 from shoal.data import Samples
@@ -23,7 +23,6 @@ class Validation:
         trainer: The Trainer.
         samples: The held-out samples.
         config: The configuration.
-        log: Takes the steps made and the values.
         say: Told of the values in one line.
     """
 
@@ -32,14 +31,12 @@ class Validation:
         trainer: Trainer,
         samples: Samples[Any],
         config: TrainConfig,
-        log: Callable[[int, Mapping[str, float]], object],
         say: Callable[[str], object],
     ) -> None:
         self._trainer = trainer
         self._samples = samples
         self._config = config
-        self._functions = {"accuracy": accuracy} if config.data.label else {}
-        self._log = log
+        self._functions = {"validation_accuracy": accuracy} if config.data.label else {}
         self._say = say
 
     def is_due(self, before: int) -> bool:
@@ -57,6 +54,6 @@ class Validation:
         if not values:
             self._say(f"{begins} stopped by a signal, without a result")
             return False
-        self._log(step, {f"validation_{name}": value for name, value in values.items()})
-        self._say(f"{begins} " + ", ".join(f"{name} {value:.3f}" for name, value in values.items()))
+        named = [f"{name.removeprefix('validation_')} {value:.3f}" for name, value in values.items()]
+        self._say(f"{begins} {', '.join(named)}")
         return True
