@@ -125,8 +125,16 @@ def read_traces(paths: Sequence[Path]) -> Timeline:
 
 def _earlier(span: Span, seconds: float) -> Span:
     return Span(
-        *(span.rank, span.lane, span.kind, span.name, span.start - seconds, span.duration),
-        *(span.bytes, span.group, span.algorithm, span.purpose),
+        span.rank,
+        span.lane,
+        span.kind,
+        span.name,
+        span.start - seconds,
+        span.duration,
+        span.bytes,
+        span.group,
+        span.algorithm,
+        span.purpose,
     )
 
 
@@ -241,8 +249,19 @@ def _spans(rank: int, trace: _Trace, shift: float, everyone: tuple[int, ...]) ->
     add(Lane.COMPUTE, Kind.DATA_WAIT, idle)
     add(Lane.COPY, Kind.COPY, union(trace.copies))
     for name, start, stop, nbytes, group in trace.collectives:
-        given = rank, Lane.COMMUNICATION, Kind.COLLECTIVE, name, start + shift, stop - start, nbytes
-        spans.append(Span(*given, group or everyone, purpose=Purpose.DATA))
+        spans.append(
+            Span(
+                rank,
+                Lane.COMMUNICATION,
+                Kind.COLLECTIVE,
+                name,
+                start + shift,
+                stop - start,
+                nbytes,
+                group or everyone,
+                purpose=Purpose.DATA,
+            )
+        )
     steps = trace.steps.get(True) or trace.steps[False]
     whole = [(start, stop) for _, start, stop in steps]
     for index, start, stop in steps:

@@ -27,8 +27,10 @@ from shoal.train.held_out import HeldOut, accuracy
 from shoal.train.host_memory import HostMemory
 from shoal.train.host_watch import look_at_host
 from shoal.train.job import Job
+from shoal.train.listeners import Callbacks
 from shoal.train.live import LiveLine, summary
 from shoal.train.located import first_model
+from shoal.train.micro_batch import TrainingData
 from shoal.train.offloading import offload_folder
 from shoal.train.out_of_memory import does_not_fit, is_out_of_memory
 from shoal.train.profiling import Profiling
@@ -37,11 +39,10 @@ from shoal.train.rate_change import rate_change_of
 from shoal.train.result import StepResult
 from shoal.train.roles import Role
 from shoal.train.run_writer import RunWriter, WritingRank
-from shoal.train.saving import Saving
+from shoal.train.saving import Saving, is_due
 from shoal.train.taking_up import go_on
-from shoal.train.trainer import Trainer
+from shoal.train.trainer import Runtime, Trainer
 from shoal.train.uploading import Uploading
-from shoal.train.validation import Validation
 from shoal.units import parse_steps
 
 __all__ = ["Execution", "Regroup"]
@@ -89,7 +90,6 @@ class Execution:
             Run.create(job.path, self._described)
         if role is not None:
             role.wait_for_run()
-        self._meet()
         self._run = Run.open(job.path) if begins else Run(job.path)
         say, meet_at = self._live.say, world.master[0]
         self._rank = WritingRank(coordinator, device, begins, say, first=first, towards=meet_at)
@@ -109,10 +109,10 @@ class Execution:
             memory=record.profile_memory,
             say=self._say,
         )
-        validation = corpus.samples("validation", self._config.sequence)
+        self._held_out = corpus.samples("validation", self._config.sequence)
         self._trainer = Trainer(
             model,
-            corpus.samples("train", self._config.sequence),
+            TrainingData(corpus.samples("train", self._config.sequence), sequence=self._config.sequence),
             job.plan,
             batch=self._config.batch,
             steps=self._config.steps,
@@ -120,14 +120,15 @@ class Execution:
             seed=self._config.seed,
             device=device,
             run=self._writer,
-            sequence=self._config.sequence,
-            on_step=self._take_result,
-            on_save=self._upload,
-            on_decision=self._tell_decision,
-            held_out=HeldOut(validation, functions={"accuracy": accuracy}),
-            servers=self._servers,
-            compare_replicas=self._config.compare_replicas,
-            offload_folder=offload_folder(self._config, job.path),
+            callbacks=Callbacks(
+                on_step=self._take_result, on_save=self._upload, on_decision=self._tell_decision
+            ),
+            runtime=Runtime(
+                servers=self._servers,
+                offload_folder=offload_folder(self._config, job.path),
+                held_out=HeldOut(self._held_out, functions={"accuracy": accuracy}),
+                compare_replicas=self._config.compare_replicas,
+            ),
         )
         # These must stay unchanged when the run goes on, so that each sample is seen once an epoch.
         self._data = {
@@ -146,7 +147,6 @@ class Execution:
         )
         self._in_memory = None if membership is None else self._saves_in_memory()
         self._compiling = Compiling(self._say)
-        self._validation = Validation(self._trainer, validation, self._config, self._say)
 
     def run(self, stop: StopSignal) -> int:
         """Train to the last step, or until stopped; return the exit code."""
@@ -271,8 +271,21 @@ class Execution:
                 self._saving.save_at_end()
             elif not self._saving.save_if_due(before) and self._in_memory is not None:
                 self._in_memory.save_if_due()
-        if self._validation.is_due(before):
-            self._is_stopped |= not self._validation.make(stop)
+        if step == self._config.steps or is_due(before, step, self._config.validation.every):
+            self._validate(stop)
+
+    def _validate(self, stop: StopSignal) -> None:
+        """Measure on held-out samples, and tell the values, unless a rank is asked to stop meanwhile."""
+        functions = {"validation_accuracy": accuracy} if self._config.data.label else {}
+        count, is_asked = self._config.validation.samples, lambda: stop.received is not None
+        values = self._trainer.evaluate(self._held_out, count, functions, stop=is_asked)
+        begins = f"step {self._trainer.step_count}/{self._config.steps}  validation"
+        if not values:
+            self._is_stopped = True
+            self._say(f"{begins} stopped by a signal, without a result")
+            return
+        named = [f"{name.removeprefix('validation_')} {value:.3f}" for name, value in values.items()]
+        self._say(f"{begins} {', '.join(named)}")
 
     def _upload(self, checkpoint: Path) -> None:
         """Copy a checkpoint that is complete to the object store, if there is one."""
@@ -309,8 +322,8 @@ class Execution:
         hosts = None
         if folder and PEER in os.environ and self._membership is not None:
             hosts = HostMemory(directory, self._coordinator, self._membership.peers())
-        given = {"data": self._data}, self._coordinator, self._say, hosts
-        return MemorySaves(self._trainer, every, directory, self._run.checkpoints, *given)
+        disk, extra = self._run.checkpoints, {"data": self._data}
+        return MemorySaves(self._trainer, every, directory, disk, extra, self._coordinator, self._say, hosts)
 
     def save_replica(self, seconds: float) -> None:
         """Keep the last step's state, if this rank has all of it and is the first of those that stay.

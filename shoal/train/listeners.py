@@ -17,7 +17,24 @@ from shoal.run import Decision
 from shoal.train.result import StepResult
 from shoal.train.run_writer import RunWriter
 
-__all__ = ["Listeners"]
+__all__ = ["Callbacks", "Listeners"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Callbacks:
+    """The user's functions that a Trainer calls on every rank.
+
+    Attributes:
+        on_step: Called with each step's result.
+        on_validation: Called with the steps made and the values of each validation.
+        on_save: Called with the path of each checkpoint.
+        on_decision: Called with each decision about the exchange.
+    """
+
+    on_step: Callable[[StepResult], object] = lambda result: None
+    on_validation: Callable[[int, Mapping[str, float]], object] = lambda step, values: None
+    on_save: Callable[[Path], object] = lambda path: None
+    on_decision: Callable[[Decision], object] = lambda decision: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,33 +43,26 @@ class Listeners:
 
     Attributes:
         run: Writer of the Run; None without one.
+        callbacks: The user's functions.
         closes_run: Whether the Trainer made the writer, and so closes it.
-        on_step: The user's function for steps; None if there is none.
-        on_validation: The user's function for validations; None if there is none.
-        on_save: The user's function for checkpoints; None if there is none.
-        on_decision: The user's function for decisions about the exchange; None if there is none.
     """
 
     run: RunWriter | None
+    callbacks: Callbacks
     closes_run: bool
-    on_step: Callable[[StepResult], object] | None
-    on_validation: Callable[[int, Mapping[str, float]], object] | None
-    on_save: Callable[[Path], object] | None
-    on_decision: Callable[[Decision], object] | None
 
     def laid_out(self, plan: Plan, exchange: WorkerExchange) -> None:
         """Report the final Plan, and how workers exchange."""
         if self.run is not None:
             self.run.laid_out(plan, exchange)
 
-    def begin_step(self, step: int) -> None:
-        """Check, before a step, that the Run may be written; `step` steps are made.
+    def step(self, made: Callable[[], int]) -> AbstractContextManager[None]:
+        """Return a context for a step, whose time the Run notes; `made` returns the number of steps made.
 
         Raises:
             RunError: The directory of the Run holds a run, and no checkpoint of it was loaded.
         """
-        if self.run is not None:
-            self.run.begin_step(step)
+        return nullcontext() if self.run is None else self.run.step(made)
 
     def measured(
         self, parallel: Parallel, optimizer: torch.optim.Optimizer, step: int
@@ -61,40 +71,31 @@ class Listeners:
         return nullcontext() if self.run is None else self.run.measured(parallel, optimizer, step)
 
     def part(self, name: str) -> AbstractContextManager[None]:
-        """Return a context for work such as "steps" or "save", whose time the Run notes."""
+        """Return a context for work beside the steps, such as "save", whose time the Run notes."""
         return nullcontext() if self.run is None else self.run.part(name)
-
-    def made(self, step: int) -> None:
-        """Report that a step has ended, after which `step` steps are made; its result may come later."""
-        if self.run is not None:
-            self.run.made(step)
 
     def stepped(self, result: StepResult) -> None:
         """Report that a step was made or skipped."""
         if self.run is not None:
             self.run.log(result.step, result.values())
-        if self.on_step is not None:
-            self.on_step(result)
+        self.callbacks.on_step(result)
 
     def validated(self, step: int, values: Mapping[str, float]) -> None:
         """Report values that were measured on held-out samples, among them the loss."""
         if self.run is not None:
             names = {name: "validation_loss" if name == "loss" else name for name in values}
             self.run.log(step, {names[name]: value for name, value in values.items()})
-        if self.on_validation is not None:
-            self.on_validation(step, values)
+        self.callbacks.on_validation(step, values)
 
     def saved(self, path: Path) -> None:
         """Report that a checkpoint was saved."""
-        if self.on_save is not None:
-            self.on_save(path)
+        self.callbacks.on_save(path)
 
     def decided(self, decision: Decision) -> None:
         """Report a decision about the exchange."""
         if self.run is not None:
             self.run.decided(decision)
-        if self.on_decision is not None:
-            self.on_decision(decision)
+        self.callbacks.on_decision(decision)
 
     def loaded(self, step: int) -> None:
         """Report that a checkpoint was loaded, made after this many steps."""

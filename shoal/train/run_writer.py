@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -44,7 +44,7 @@ from shoal.train.record_config import RecordConfig
 from shoal.train.step_memory import MemoryRecord
 from shoal.train.time_account import TimeAccount
 
-__all__ = ["RunWriter", "WritingRank", "describe_device", "describe_versions", "writer_of_trainer"]
+__all__ = ["RunWriter", "WritingRank", "describe_device", "describe_run", "writer_of_trainer"]
 
 
 def describe_device(device: torch.device, plan: Plan) -> dict[str, Any]:
@@ -54,9 +54,25 @@ def describe_device(device: torch.device, plan: Plan) -> dict[str, Any]:
     return {"type": device.type, "name": name, "peak_flops": peak}
 
 
-def describe_versions() -> dict[str, str]:
-    """Return the versions in run.json that a run was made with."""
-    return {"shoal": release(), "torch": torch.__version__, "python": platform.python_version()}
+def describe_run(
+    path: Path, ranks: int, model: str, parameters: int, flops_per_token: float | None
+) -> dict[str, Any]:
+    """Return what run.json holds of every run.
+
+    Args:
+        path: The run's directory.
+        ranks: Number of ranks.
+        model: Name of the model.
+        parameters: Number of its parameters.
+        flops_per_token: FLOP of a token in forward and backward; None if they are not known.
+    """
+    return {
+        "name": path.name,
+        "created": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "world_size": ranks,
+        "model": {"name": model, "parameters": parameters, "flops_per_token": flops_per_token},
+        "versions": {"shoal": release(), "torch": torch.__version__, "python": platform.python_version()},
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,8 +199,9 @@ class RunWriter:
             self.run.describe({**self._described, "created": before["created"], "since_step": since})
         self._goes_on = False
 
-    def begin_step(self, step: int) -> None:
-        """Check before a step that the Run may be written; `step` steps are made.
+    @contextmanager
+    def step(self, made: Callable[[], int]) -> Iterator[None]:
+        """Return a context for a step, whose time is noted; `made` returns the number of steps made.
 
         Raises:
             RunError: The directory held a Run, and no checkpoint was loaded.
@@ -195,19 +212,19 @@ class RunWriter:
                 possible="a new directory, or the run's own Trainer with one of its checkpoints loaded",
                 change="give another run=, or load one of its checkpoints before the first step",
             )
-        if self._time is None:
-            self.begin(self._opened, self._rank.ranks.size).loaded(step)
+        account = self._time
+        if account is None:
+            account = self.begin(self._opened, self._rank.ranks.size)
+            account.loaded(made())
+        with account.part("steps"):
+            yield
+        account.stepped(made(), self._compiled(made()))
 
     def measured(
         self, parallel: Parallel, optimizer: torch.optim.Optimizer, step: int
     ) -> AbstractContextManager[None]:
         """Return a context for the computation of a step, from 1, whose memory may be measured."""
         return self._memory.step(parallel, optimizer, step)
-
-    def made(self, step: int) -> None:
-        """Note that a step has ended, after which `step` steps are made."""
-        if self._time is not None:
-            self._time.stepped(step, self._compiled(step))
 
     def part(self, name: str) -> AbstractContextManager[None]:
         """Return a context whose time goes to a part of the account, if that has begun."""
@@ -298,14 +315,7 @@ def writer_of_trainer(
     """
     parameters = sum(parameter.numel() for parameter in model.parameters())
     flops = model.config.flops_per_token(model.config.seq) if isinstance(model, Transformer) else None
-    described = {
-        "name": path.name,
-        "created": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "world_size": ranks.size,
-        "model": {"name": type(model).__name__, "parameters": parameters, "flops_per_token": flops},
-        "versions": describe_versions(),
-        **settings,
-    }
+    described = {**describe_run(path, ranks.size, type(model).__name__, parameters, flops), **settings}
     goes_on = _make_together(path, ranks, described)
     is_first = ranks.rank == 0
     say = print if is_first else lambda text: None

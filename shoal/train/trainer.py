@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -22,7 +23,6 @@ from shoal.parallel.device_memory import limit_logits
 from shoal.parallel.exchange.worker_exchange import exchange_of
 from shoal.plan import Plan, SettledPlan
 from shoal.record import NullRecorder, Recorder
-from shoal.run import Decision
 from shoal.server import Servers
 from shoal.train.arguments import require_arguments
 from shoal.train.buffers import ChangingBuffers
@@ -33,11 +33,11 @@ from shoal.train.divided_loss import require_divided_loss
 from shoal.train.evaluate import Evaluation, Evaluator
 from shoal.train.guide import guide_of
 from shoal.train.held_out import HeldOut, accuracy, values_on
-from shoal.train.learning_rate import RateCourse, Schedule
-from shoal.train.listeners import Listeners
-from shoal.train.micro_batch import Counted, Loss, Reader
+from shoal.train.learning_rate import RateCourse
+from shoal.train.listeners import Callbacks, Listeners
+from shoal.train.micro_batch import Loss, Reader, TrainingData
 from shoal.train.not_finite import Explainer, Skips, Unsettled
-from shoal.train.optimizer import OptimizerFactory, build_optimizer
+from shoal.train.optimizer import Optimization, build_optimizer
 from shoal.train.passes import Asked, Passes
 from shoal.train.randomness import begin_anew
 from shoal.train.result import StepResult
@@ -48,7 +48,29 @@ from shoal.train.served import plan_of_ranks, serve_optimizer, stale_guard_of
 from shoal.train.stepping import Stepping
 from shoal.train.update import Update
 
-__all__ = ["Trainer"]
+__all__ = ["Runtime", "Trainer"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Runtime:
+    """What a Plan runs with, beside its text.
+
+    Attributes:
+        servers: The parameter servers of the Plan. The ranks are then those of one worker.
+        offload_folder: Folder for the files of a Plan with `offload`; by default that of the Run.
+        held_out: With exchange=auto, what trials compare on. By default the loss of the samples that come
+            next, and for Shoal's own models next-token accuracy.
+        compare_replicas: Steps between comparisons of replicas' bits (`shoal.parallel.replicas`); 0 for none.
+        synchronise_buffers: Whether buffers that steps change are averaged over the ranks after each.
+        recorder: Recorder of spans, if they do not go into a Run.
+    """
+
+    servers: Servers | None = None
+    offload_folder: Path | str | None = None
+    held_out: HeldOut | None = None
+    compare_replicas: int = 100
+    synchronise_buffers: bool = False
+    recorder: Recorder | None = None
 
 
 @final
@@ -66,36 +88,22 @@ class Trainer:
 
     Args:
         model: A model that `shoal.parallelize` takes.
-        data: Samples, or a map-style dataset. `shoal.train.micro_batch` says what a batch may be.
+        data: Samples, or a map-style dataset; or `TrainingData`, which says how they are read.
+            `shoal.train.micro_batch` says what a batch may be.
         plan: A Plan or its text form.
         batch: Samples in one optimizer step, over all ranks.
         steps: Total number of optimizer steps, which the learning rate's course depends on.
         loss: A function from the model's output and the targets to the mean loss of a micro-batch. By default
             the loss in the output if batches are mappings, otherwise `shoal.models.next_token_loss`.
-        optimizer: The optimizer, its learning rate, clipping, and the number of steps that may be skipped.
-        make_optimizer: Makes the optimizer, instead of the one that `optimizer` names; called like
-            `torch.optim.SGD`, with groups of named parameters, `lr`, and `optimizer.options`.
-        schedule: A schedule instead of the one that `optimizer` names: a function from the number of a step,
-            from 0, to the share of the highest learning rate.
-        counted: A function from the targets of a micro-batch, or from the micro-batch if it is a mapping, to
-            the number of elements in its mean loss. By default integer targets count that are not -100; with
-            others, each sample counts as one.
+        optimizer: The optimizer, its learning rate, clipping, and the number of steps that may be skipped; or
+            `Optimization`, with an optimizer and a schedule of the user's own.
         seed: Determines the order of samples, the random numbers of data and model, and the first weights of
             a model on the meta device.
         device: Device on which this rank computes. The model is moved there; a GPU becomes the current one.
-        recorder: Recorder of spans.
-        sequence: Tokens of a sample; with it, pipeline stages are cut so that activations fit the devices.
-        workers: Processes that prepare data on this rank; see `shoal.data.open_feed`.
-        synchronise_buffers: Whether buffers that steps change are averaged over the ranks after each.
-        compare_replicas: Steps between comparisons of replicas' bits (`shoal.parallel.replicas`); 0 for none.
-        servers: The parameter servers of the Plan. The ranks are then those of one worker.
         run: A directory for a Run that `shoal report` explains; a recorder of its own comes with it. Or the
             writer of a Run, which the caller closes.
-        offload_folder: Folder for the files of a Plan with `offload`; by default `run`.
-        held_out: With exchange=auto, what trials compare on. By default the loss of the samples that come
-            next, and for Shoal's own models next-token accuracy.
-        on_step: Called with each step's result; `on_validation` with the steps made and the values of each
-            validation, `on_save` with the path of each checkpoint, `on_decision` with each on exchanges.
+        callbacks: Functions that are told of steps, validations, checkpoints and decisions.
+        runtime: What the Plan runs with, beside its text.
 
     Attributes:
         parallel: The model as it is laid over the ranks.
@@ -122,48 +130,38 @@ class Trainer:
         batch: int,
         steps: int,
         loss: Loss | None = None,
-        optimizer: OptimizerConfig | None = None,
-        make_optimizer: OptimizerFactory | None = None,
-        schedule: Schedule | None = None,
-        counted: Counted | None = None,
+        optimizer: OptimizerConfig | Optimization | None = None,
         seed: int = 0,
         device: torch.device | str = "cpu",
-        recorder: Recorder | None = None,
-        sequence: int | None = None,
-        workers: int = 0,
-        synchronise_buffers: bool = False,
-        compare_replicas: int = 100,
-        servers: Servers | None = None,
         run: Path | str | RunWriter | None = None,
-        on_step: Callable[[StepResult], object] | None = None,
-        on_validation: Callable[[int, Mapping[str, float]], object] | None = None,
-        on_save: Callable[[Path], object] | None = None,
-        on_decision: Callable[[Decision], object] | None = None,
-        held_out: HeldOut | None = None,
-        offload_folder: Path | str | None = None,
+        callbacks: Callbacks | None = None,
+        runtime: Runtime | None = None,
     ) -> None:
-        require_arguments(model, steps, loss, optimizer)
+        chosen = optimizer if isinstance(optimizer, Optimization) else Optimization(optimizer)
+        require_arguments(model, steps, loss, chosen.config)
         model = uncompiled(model)
-        samples, plan = as_samples(data), plan_of(plan)
+        data = data if isinstance(data, TrainingData) else TrainingData(data)
+        runtime = Runtime() if runtime is None else runtime
+        samples, plan = as_samples(data.samples), plan_of(plan)
+        sequence, servers = data.sequence, runtime.servers
         self._device = own_device(device)
         whole, of_all = SettledPlan.of(plan, batch), batch
         own, batch = plan_of_ranks(whole, batch, servers)
         self.plan = with_compile(own, model, sequence, self._device)
-        self.config = optimizer if optimizer is not None else OptimizerConfig()
+        self.config = OptimizerConfig() if chosen.config is None else chosen.config
         self.steps, self.step_count, self.position = steps, 0, 0
         self.skips = Skips(self.config.skip)
         if self._device.type == "cpu":
             keep_freed_memory()
         settings = {"plan": str(self.plan), "seed": seed, "tokens_per_step": sequence and batch * sequence}
-        writer = run if isinstance(run, RunWriter) else None
-        if run is not None and writer is None:
+        recorder, writer = runtime.recorder, run
+        if run is not None and not isinstance(run, RunWriter):
             path = Path(run)
             writer = writer_of_trainer(path, self.coordinator, self._device, model, settings, recorder)
-        closes_run = writer is not run
-        self._listeners = Listeners(writer, closes_run, on_step, on_validation, on_save, on_decision)
+        self._listeners = Listeners(writer, callbacks or Callbacks(), closes_run=writer is not run)
         self._recorder = (recorder if writer is None else writer.recorder) or NullRecorder()
         names = [name for name, _ in model.named_parameters()]
-        self._reader = Reader(model, loss, counted, packed=are_packed(samples), sequence=sequence)
+        self._reader = Reader(model, loss, data.counted, packed=are_packed(samples), sequence=sequence)
         self._loader = Loader(samples, seed=seed, batch_size=batch)
         self.parallel: Parallel = parallelize(
             model,
@@ -172,26 +170,47 @@ class Trainer:
             seed=seed,
             device=self._device,
             recorder=self._recorder,
-            offload_folder=offload_folder or (None if writer is None else writer.run.path),
+            offload_folder=runtime.offload_folder or (None if writer is None else writer.run.path),
         )
         if self.parallel.plan.compile == "blocks":
             self._reader.compile_loss(compiled)
         if is_own := isinstance(model, Transformer) and self._reader.is_default_loss:
             limit_logits(model, self.plan, self._device)
         require_divided_loss(self.parallel, self._reader, samples, seed)
-        self.optimizer = build_optimizer(self.parallel, self.config, of_all, make_optimizer)
+        self.optimizer = build_optimizer(self.parallel, self.config, of_all, chosen.make)
         if servers is not None:
-            given = whole, steps, servers, self.coordinator, self._recorder
-            self.optimizer = serve_optimizer(self.parallel, self.optimizer, self.config, *given)
+            self.optimizer = serve_optimizer(
+                self.parallel,
+                self.optimizer,
+                self.config,
+                whole,
+                steps,
+                servers,
+                self.coordinator,
+                self._recorder,
+            )
         self.exchange = exchange_of(self.optimizer, self.parallel)
         self._listeners.laid_out(self.parallel.plan if servers is None else whole, self.exchange)
         microbatch = self.plan.microbatch
-        replicas = Replicas(self.parallel, compare_replicas)
-        laid_out = self.parallel, self.optimizer, self.coordinator, replicas
-        self.saved = SavedTraining(*laid_out, plan=str(self.plan if servers is None else whole), seed=seed)
+        replicas = Replicas(self.parallel, runtime.compare_replicas)
+        self.saved = SavedTraining(
+            self.parallel,
+            self.optimizer,
+            self.coordinator,
+            replicas,
+            plan=str(self.plan if servers is None else whole),
+            seed=seed,
+        )
         self.saves = Saves(self.saved, self._listeners.saved, self._recorder, self.coordinator)
-        inputs = self.parallel, self._loader, self._reader, self._recorder
-        self._passes = Passes(*inputs, microbatch=microbatch, workers=workers, device=self._device)
+        self._passes = Passes(
+            self.parallel,
+            self._loader,
+            self._reader,
+            self._recorder,
+            microbatch=microbatch,
+            workers=data.workers,
+            device=self._device,
+        )
         update = Update(self.parallel, self.optimizer, self.config.clip)
         self._stepping = Stepping(
             self.parallel,
@@ -199,11 +218,11 @@ class Trainer:
             self._passes,
             update,
             self.exchange,
-            RateCourse(self.optimizer, self.config, steps=steps, batch=of_all, schedule=schedule),
+            RateCourse(self.optimizer, self.config, steps=steps, batch=of_all, schedule=chosen.schedule),
             ChangingBuffers(self.parallel.module),
             self._recorder,
             replicas,
-            synchronise_buffers,
+            runtime.synchronise_buffers,
             steps,
         )
         self._explainer = Explainer(self.parallel, self._loader, names, microbatch)
@@ -216,12 +235,12 @@ class Trainer:
             steps=steps,
             batch=batch,
             coordinator=self.coordinator,
-            evaluate=values_on(held_out, self._evaluator, self._loader, tasks),
+            evaluate=values_on(runtime.held_out, self._evaluator, self._loader, tasks),
             decided=self._listeners.decided,
         )
         curvature = Curvature(self.parallel, self._loader, self._reader, microbatch)
-        guarded = self.optimizer, whole, self.config, curvature, batch
-        self._stale_guard = stale_guard_of(*guarded, self._listeners.decided)
+        decided = self._listeners.decided
+        self._stale_guard = stale_guard_of(self.optimizer, whole, self.config, curvature, batch, decided)
         self._defers = self._device.type != "cpu" and update.is_on_device
         self._unsettled: Unsettled | None = None
         begin_anew(seed, 0, self.parallel.axes.data.index)
@@ -247,11 +266,37 @@ class Trainer:
             ReplicaError: Replicas hold different bits.
             RunError: The directory of the Run holds a run, and no checkpoint of it was loaded.
         """
-        self._listeners.begin_step(self.step_count)
-        with self._listeners.part("steps"):
-            result = self._step(stop)
-        self._listeners.made(self.step_count)
-        return result
+        with self._listeners.step(lambda: self.step_count):
+            self.saves.poll()
+            began = time.perf_counter()
+            with self._listeners.measured(self.parallel, self.optimizer, self.step_count + 1):
+                made = self._stepping.make(self.step_count, self.position, stop=stop)
+            turn, passed = made.turn, made.passed
+            result = StepResult(
+                turn.step + 1,
+                passed.loss,
+                self.exchange.norm_of_workers(made.norm.whole),
+                passed.stop,
+                learning_rate=made.rate,
+                tokens=round(passed.tokens * self.parallel.axes.data.size * made.progress.shares),
+                seconds=made.seconds,
+            )
+            unsettled = Unsettled(result, turn.position, passed.losses, made.norm)
+            before, self._unsettled = self._unsettled, unsettled
+            self.step_count, self.position = made.progress.steps, made.progress.position
+            if self._defers:
+                self.optimizer.zero_grad()
+                if before is not None:
+                    self._report(before)
+                result.seconds = time.perf_counter() - began
+            else:
+                self.settle()
+            self.skips.require_progress()
+            if self._guide is not None and not result.stop:
+                self._guide.advance(made)
+            if self._stale_guard is not None:
+                self._stale_guard.advance(made)
+            return result
 
     def settle(self) -> None:
         """Wait for the last step, and report its result, unless that is done; all ranks call it together."""
@@ -368,37 +413,6 @@ class Trainer:
             self.settle()  # otherwise ranks would look for the reason together, and one may be gone
         self._passes.close()
         self._listeners.close(error)
-
-    def _step(self, stop: Asked) -> StepResult:
-        self.saves.poll()
-        began = time.perf_counter()
-        with self._listeners.measured(self.parallel, self.optimizer, self.step_count + 1):
-            made = self._stepping.make(self.step_count, self.position, stop=stop)
-        turn, passed = made.turn, made.passed
-        result = StepResult(
-            turn.step + 1,
-            passed.loss,
-            self.exchange.norm_of_workers(made.norm.whole),
-            passed.stop,
-            learning_rate=made.rate,
-            tokens=round(passed.tokens * self.parallel.axes.data.size * made.progress.shares),
-            seconds=made.seconds,
-        )
-        before, self._unsettled = self._unsettled, Unsettled(result, turn.position, passed.losses, made.norm)
-        self.step_count, self.position = made.progress.steps, made.progress.position
-        if self._defers:
-            self.optimizer.zero_grad()
-            if before is not None:
-                self._report(before)
-            result.seconds = time.perf_counter() - began
-        else:
-            self.settle()
-        self.skips.require_progress()
-        if self._guide is not None and not result.stop:
-            self._guide.advance(made)
-        if self._stale_guard is not None:
-            self._stale_guard.advance(made)
-        return result
 
     def _report(self, step: Unsettled) -> None:
         """Read the values of a step, find the reason if it was left out, and report it."""
