@@ -32,13 +32,12 @@ from shoal.train.job import (
     servers_of,
 )
 from shoal.train.learning_rate import learning_rate
-from shoal.train.listeners import Callbacks
 from shoal.train.located import located
 from shoal.train.micro_batch import TrainingData
 from shoal.train.optimizer import Optimization
 from shoal.train.portable import load, save
 from shoal.train.restore import load_model
-from shoal.train.result import StepResult
+from shoal.train.result import Callbacks, StepResult
 from shoal.train.trainer import Runtime, Trainer
 
 __all__ = [

@@ -27,7 +27,6 @@ from shoal.train.held_out import HeldOut, accuracy
 from shoal.train.host_memory import HostMemory
 from shoal.train.host_watch import look_at_host
 from shoal.train.job import Job
-from shoal.train.listeners import Callbacks
 from shoal.train.live import LiveLine, summary
 from shoal.train.located import first_model
 from shoal.train.micro_batch import TrainingData
@@ -36,7 +35,7 @@ from shoal.train.out_of_memory import does_not_fit, is_out_of_memory
 from shoal.train.profiling import Profiling
 from shoal.train.randomness import nondeterministic_operator
 from shoal.train.rate_change import rate_change_of
-from shoal.train.result import StepResult
+from shoal.train.result import Callbacks, StepResult
 from shoal.train.roles import Role
 from shoal.train.run_writer import RunWriter, WritingRank
 from shoal.train.saving import Saving, is_due

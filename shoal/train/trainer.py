@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -16,6 +17,7 @@ from torch import nn
 from shoal.checkpoint import Coordinator, ProcessGroupCoordinator, SingleProcess
 from shoal.collectives import keep_freed_memory
 from shoal.data import Loader, are_packed, as_samples
+from shoal.errors import ConfigError
 from shoal.models import Transformer
 from shoal.parallel import Batch, Parallel, Replicas, own_device, parallelize, plan_of
 from shoal.parallel.compiled import compiled, uncompiled
@@ -23,6 +25,7 @@ from shoal.parallel.device_memory import limit_logits
 from shoal.parallel.exchange.worker_exchange import exchange_of
 from shoal.plan import Plan, SettledPlan
 from shoal.record import NullRecorder, Recorder
+from shoal.run import Decision
 from shoal.server import Servers
 from shoal.train.arguments import require_arguments
 from shoal.train.buffers import ChangingBuffers
@@ -34,13 +37,12 @@ from shoal.train.evaluate import Evaluation, Evaluator
 from shoal.train.guide import guide_of
 from shoal.train.held_out import HeldOut, accuracy, values_on
 from shoal.train.learning_rate import RateCourse
-from shoal.train.listeners import Callbacks, Listeners
 from shoal.train.micro_batch import Loss, Reader, TrainingData
 from shoal.train.not_finite import Explainer, Skips, Unsettled
 from shoal.train.optimizer import Optimization, build_optimizer
 from shoal.train.passes import Asked, Passes
 from shoal.train.randomness import begin_anew
-from shoal.train.result import StepResult
+from shoal.train.result import Callbacks, StepResult
 from shoal.train.run_writer import RunWriter, writer_of_trainer
 from shoal.train.saved import SavedTraining
 from shoal.train.saves import Begun, Extra, Saves, Told
@@ -158,7 +160,8 @@ class Trainer:
         if run is not None and not isinstance(run, RunWriter):
             path = Path(run)
             writer = writer_of_trainer(path, self.coordinator, self._device, model, settings, recorder)
-        self._listeners = Listeners(writer, callbacks or Callbacks(), closes_run=writer is not run)
+        self._run, self._closes_run = writer, writer is not run
+        self._callbacks = callbacks or Callbacks()
         self._recorder = (recorder if writer is None else writer.recorder) or NullRecorder()
         names = [name for name, _ in model.named_parameters()]
         self._reader = Reader(model, loss, data.counted, packed=are_packed(samples), sequence=sequence)
@@ -190,7 +193,8 @@ class Trainer:
                 self._recorder,
             )
         self.exchange = exchange_of(self.optimizer, self.parallel)
-        self._listeners.laid_out(self.parallel.plan if servers is None else whole, self.exchange)
+        if writer is not None:
+            writer.laid_out(self.parallel.plan if servers is None else whole, self.exchange)
         microbatch = self.plan.microbatch
         replicas = Replicas(self.parallel, runtime.compare_replicas)
         self.saved = SavedTraining(
@@ -201,7 +205,7 @@ class Trainer:
             plan=str(self.plan if servers is None else whole),
             seed=seed,
         )
-        self.saves = Saves(self.saved, self._listeners.saved, self._recorder, self.coordinator)
+        self.saves = Saves(self.saved, self._callbacks.on_save, self._recorder, self.coordinator)
         self._passes = Passes(
             self.parallel,
             self._loader,
@@ -236,11 +240,12 @@ class Trainer:
             batch=batch,
             coordinator=self.coordinator,
             evaluate=values_on(runtime.held_out, self._evaluator, self._loader, tasks),
-            decided=self._listeners.decided,
+            decided=self._decided,
         )
         curvature = Curvature(self.parallel, self._loader, self._reader, microbatch)
-        decided = self._listeners.decided
-        self._stale_guard = stale_guard_of(self.optimizer, whole, self.config, curvature, batch, decided)
+        self._stale_guard = stale_guard_of(
+            self.optimizer, whole, self.config, curvature, batch, self._decided
+        )
         self._defers = self._device.type != "cpu" and update.is_on_device
         self._unsettled: Unsettled | None = None
         begin_anew(seed, 0, self.parallel.axes.data.index)
@@ -266,10 +271,12 @@ class Trainer:
             ReplicaError: Replicas hold different bits.
             RunError: The directory of the Run holds a run, and no checkpoint of it was loaded.
         """
-        with self._listeners.step(lambda: self.step_count):
+        run = self._run
+        with nullcontext() if run is None else run.step(lambda: self.step_count):
             self.saves.poll()
             began = time.perf_counter()
-            with self._listeners.measured(self.parallel, self.optimizer, self.step_count + 1):
+            number = self.step_count + 1
+            with nullcontext() if run is None else run.measured(self.parallel, self.optimizer, number):
                 made = self._stepping.make(self.step_count, self.position, stop=stop)
             turn, passed = made.turn, made.passed
             result = StepResult(
@@ -328,10 +335,13 @@ class Trainer:
                 batches. All ranks give one, or none does.
         """
         self.settle()
-        with self._listeners.part("validation"):
+        with self._part("validation"):
             values = self._evaluator(as_samples(samples), count, functions or {}, stop)
+        if values and self._run is not None:
+            logged = {"validation_loss" if name == "loss" else name: each for name, each in values.items()}
+            self._run.log(self.step_count, logged)
         if values:
-            self._listeners.validated(self.step_count, values)
+            self._callbacks.on_validation(self.step_count, values)
         return values
 
     def save(self, directory: Path | str | None = None, extra: Extra = None) -> Path:
@@ -345,7 +355,7 @@ class Trainer:
             CheckpointError: It could not be written; training can go on.
             ConfigError: There is neither a directory nor a Run.
         """
-        with self._listeners.part("save"):
+        with self._part("save"):
             return self.saves.now(*self.to_save(directory, extra))
 
     def save_in_background(
@@ -360,7 +370,7 @@ class Trainer:
             keep: Number of newest checkpoints in the directory that stay; 0 keeps all.
             told: Called with the end of the save, in place of a warning if it failed.
         """
-        with self._listeners.part("save"):
+        with self._part("save"):
             return self.saves.begin(*self.to_save(directory, extra), keep, told)
 
     def finish_saving(self) -> None:
@@ -378,7 +388,15 @@ class Trainer:
         }
         if self._guide is not None:
             state["exchange"] = self._guide.kept()
-        return Path(directory or self._listeners.checkpoints), self.step_count, state
+        if directory is None and self._run is not None:
+            directory = self._run.run.checkpoints
+        if directory is None:
+            raise ConfigError(
+                "save() of a Trainer without a Run was called without a directory",
+                possible="a directory of checkpoints, or a Trainer with run=",
+                change="give save() a directory",
+            )
+        return Path(directory), self.step_count, state
 
     def load(self, checkpoint: Path | str) -> Mapping[str, Any]:
         """Load the state of a checkpoint, which any number of ranks under any Plan may have saved.
@@ -402,7 +420,8 @@ class Trainer:
         self.skips.total, self.skips.in_a_row = state["skipped"]
         if self._guide is not None:
             self._guide.restart(self.step_count, self.position, state.get("exchange", {}))
-        self._listeners.loaded(self.step_count)
+        if self._run is not None:
+            self._run.loaded(self.step_count)
         return state
 
     def close(self) -> None:
@@ -412,7 +431,20 @@ class Trainer:
         if self._unsettled is not None and self._unsettled.result.is_finite:
             self.settle()  # otherwise ranks would look for the reason together, and one may be gone
         self._passes.close()
-        self._listeners.close(error)
+        if self._run is not None and self._closes_run:
+            if error is not None:
+                self._run.failed(error)
+            self._run.close("the Trainer was closed")
+
+    def _part(self, name: str) -> AbstractContextManager[None]:
+        """Return a context for work beside the steps, whose time the Run notes."""
+        return nullcontext() if self._run is None else self._run.part(name)
+
+    def _decided(self, decision: Decision) -> None:
+        """Report a decision about the exchange."""
+        if self._run is not None:
+            self._run.decided(decision)
+        self._callbacks.on_decision(decision)
 
     def _report(self, step: Unsettled) -> None:
         """Read the values of a step, find the reason if it was left out, and report it."""
@@ -424,4 +456,6 @@ class Trainer:
         else:
             result.explain(self._explainer.reason(step, has_gradients=not self._defers))
         self.skips.note(result.step, result.skipped)
-        self._listeners.stepped(result)
+        if self._run is not None:
+            self._run.log(result.step, result.values())
+        self._callbacks.on_step(result)
