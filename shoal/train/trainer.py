@@ -156,10 +156,11 @@ class Trainer:
         if self._device.type == "cpu":
             keep_freed_memory()
         settings = {"plan": str(self.plan), "seed": seed, "tokens_per_step": sequence and batch * sequence}
-        recorder, writer = runtime.recorder, run
-        if run is not None and not isinstance(run, RunWriter):
-            path = Path(run)
-            writer = writer_of_trainer(path, self.coordinator, self._device, model, settings, recorder)
+        recorder, ranks = runtime.recorder, self.coordinator
+        if run is None or isinstance(run, RunWriter):
+            writer = run
+        else:
+            writer = writer_of_trainer(Path(run), ranks, self._device, model, settings, recorder)
         self._run, self._closes_run = writer, writer is not run
         self._callbacks = callbacks or Callbacks()
         self._recorder = (recorder if writer is None else writer.recorder) or NullRecorder()
