@@ -16,7 +16,7 @@ from shoal.data import AnyCorpus
 from shoal.errors import CheckpointError, ConfigError, TrainingError
 from shoal.launch import EXIT_STOPPED, PEER, Membership, StopSignal, World
 from shoal.plan import Plan
-from shoal.run import Decision, Run
+from shoal.run import Run
 from shoal.train.agreement import are_all_asked
 from shoal.train.classes import for_model, prepared
 from shoal.train.compiling import Compiling
@@ -120,7 +120,9 @@ class Execution:
             device=device,
             run=self._writer,
             callbacks=Callbacks(
-                on_step=self._take_result, on_save=self._upload, on_decision=self._tell_decision
+                on_step=self._take_result,
+                on_save=self._upload,
+                on_decision=lambda decision: self._say(str(decision)),
             ),
             runtime=Runtime(
                 servers=self._servers,
@@ -253,9 +255,6 @@ class Execution:
             if result.skipped:
                 self._say(f"step {result.step} is skipped: it has {result.skipped}")
             self._live.show(result)
-
-    def _tell_decision(self, decision: Decision) -> None:
-        self._say(str(decision))
 
     def _do_what_is_due(self, stop: StopSignal) -> None:
         """Save, and then validate: a signal meanwhile loses no step."""
