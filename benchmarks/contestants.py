@@ -29,7 +29,7 @@ from shoal.collectives import keep_freed_memory, share_buffers
 from shoal.data import DataConfig, Loader, TokenSamples, prepare
 from shoal.models import Transformer, next_token_loss, preset
 from shoal.record import Recorder, SpanRecorder
-from shoal.train import OptimizerConfig
+from shoal.train import OptimizerConfig, Runtime
 
 __all__ = ["ADAMW", "CLIP", "CONTESTANTS", "REFERENCE", "Contestant", "Task", "make_trainer"]
 
@@ -174,7 +174,7 @@ def make_trainer(task: Task, shard: str, recorder: Recorder) -> shoal.Trainer:
             decay=0.0,
         ),
         seed=_SEED,
-        recorder=recorder,
+        runtime=Runtime(recorder=recorder),
     )
 
 

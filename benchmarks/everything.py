@@ -45,16 +45,14 @@ from shoal.bench import describe
 from shoal.checkpoint import ProcessGroupCoordinator
 from shoal.collectives import watch_hangs
 from shoal.collectives.native import NativeGroup
-from shoal.record import Marks, NullRecorder, exchange_clocks
+from shoal.parallel.exchange.worker_exchange import WorkerExchange
+from shoal.plan import Plan
+from shoal.record import NullRecorder
 from shoal.run import Run
 from shoal.train.live import LiveLine
+from shoal.train.profiling import Profiling
 from shoal.train.record_config import RecordConfig
-from shoal.train.recording import (
-    open_destinations,
-    open_loggers,
-    open_profiling,
-    open_run_recorder,
-)
+from shoal.train.run_writer import RunWriter, WritingRank
 
 STATES = ("off", "on", "on, watched")
 _SETTLE = 12
@@ -94,8 +92,9 @@ class _Observed:
 
     def __init__(self, setup: _Setup, rank: int, turn: int) -> None:
         folder, cpu = setup.folder(turn), torch.device("cpu")
+        described = {"name": folder.name, "config": {"steps": setup.steps}}
         if rank == 0:
-            Run.create(folder, {"name": folder.name, "config": {"steps": setup.steps}})
+            Run.create(folder, described)
         dist.barrier()
         run, say = Run.open(folder), lambda text: print(text, file=sys.stderr)
         config = RecordConfig(
@@ -106,22 +105,20 @@ class _Observed:
         self._stack = contextlib.ExitStack()
         self._stream = self._stack.enter_context(_Terminal(io.FileIO(folder / "live", "w")))
         self._live = LiveLine(setup.steps, config.live, self._stream) if rank == 0 else None
-        marks = Marks()
-        self.recorder = open_run_recorder(config, run, rank, 0, cpu, marks, say)
-        self._stack.callback(self.recorder.close)
-        destinations = open_destinations(config, run, rank == 0, say)
-        self._loggers = open_loggers(run, destinations, rank == 0, say)
-        self._stack.callback(self._loggers.close)
-        self.profiling = open_profiling(config, run, rank, cpu, marks, say)
-        self._stack.callback(self.profiling.close)
         os.environ["SHOAL_HOST_ID"] = f"host {rank}"  # as if each were on a host of its own
-        clocks = exchange_clocks(ProcessGroupCoordinator(), run.timeline, rank, say, towards="127.0.0.1")
+        writing = WritingRank(ProcessGroupCoordinator(), cpu, rank == 0, say, towards="127.0.0.1")
+        self._writer = RunWriter(run, described, writing, config, goes_on=False)
         del os.environ["SHOAL_HOST_ID"]
-        self._stack.callback(clocks.close)
+        self._stack.callback(self._writer.close, "the turn is over")
+        self._writer.laid_out(Plan(dp=dist.get_world_size()), WorkerExchange())
+        self.recorder = self._writer.recorder
+        marks = self._writer.marks
+        self.profiling = Profiling(None, run.path / "profile", rank, cpu, marks, memory=False, say=say)
+        self._stack.callback(self.profiling.close)
 
     def stepped(self, result: Any) -> None:
         if self._live is not None:
-            self._loggers.log(result.step, result.values())
+            self._writer.log(result.step, result.values())
             self._live.show(result)
 
     def close(self) -> None:

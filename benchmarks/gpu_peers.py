@@ -20,7 +20,7 @@ from torch import Tensor
 from shoal.models import Transformer, TransformerConfig, next_token_loss, preset
 from shoal.models.loss import cross_entropy
 from shoal.parallel.compiled import compiled
-from shoal.train import OptimizerConfig, Trainer
+from shoal.train import OptimizerConfig, Trainer, TrainingData
 
 __all__ = ["PEERS", "Measured", "Shape", "measure", "measure_in_turns", "shoal_trainer"]
 
@@ -90,11 +90,10 @@ def shoal_trainer(shape: Shape, plan: str, device: torch.device, **options: Any)
         model = Transformer(config)
     return Trainer(
         model,
-        [(sample[:-1], sample[1:]) for sample in tokens],
+        TrainingData([(sample[:-1], sample[1:]) for sample in tokens], sequence=shape.length),
         plan,
         batch=shape.samples,
         steps=1000,
-        sequence=shape.length,
         optimizer=OptimizerConfig(warmup=0, learning_rate=1e-4),
         device=device,
         **options,

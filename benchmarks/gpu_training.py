@@ -25,7 +25,7 @@ from gpu_steps import probed_file
 from shoal.collectives import is_built
 from shoal.models import Transformer, preset
 from shoal.submit import EXIT_STOPPED
-from shoal.train import OptimizerConfig, Trainer
+from shoal.train import OptimizerConfig, Trainer, TrainingData
 
 __all__ = [
     "check_plan",
@@ -263,11 +263,10 @@ def _small_trainer(
         built = Transformer(config)
     return Trainer(
         built,
-        [(sample[:-1], sample[1:]) for sample in tokens],
+        TrainingData([(sample[:-1], sample[1:]) for sample in tokens], sequence=128),
         f"dp=1,microbatch=4,{plan}",
         batch=4,
         steps=100,
-        sequence=128,
         optimizer=OptimizerConfig(warmup=0, learning_rate=1e-3),
         device=device,
     )

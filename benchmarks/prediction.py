@@ -310,7 +310,7 @@ def _build(case: Case, folder: Path, rank: int) -> Step:
         case.plan,
         batch=_BATCH,
         steps=1_000_000,
-        recorder=SpanRecorder(own / f"rank-{rank}.jsonl", rank),
+        runtime=shoal.train.Runtime(recorder=SpanRecorder(own / f"rank-{rank}.jsonl", rank)),
     )
     return lambda: trainer.step().loss
 

@@ -25,7 +25,7 @@ from shoal.data import DataConfig, Loader, TokenSamples, prepare
 from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.plan import Plan, SettledPlan
 from shoal.server import Servers
-from shoal.train import OptimizerConfig
+from shoal.train import OptimizerConfig, Runtime
 
 __all__ = [
     "ALONE",
@@ -194,7 +194,7 @@ def make_trainer(exchange: str, seat: Seat) -> shoal.Trainer:
             warmup=0,
             decay=0.0,
         ),
-        servers=servers,
+        runtime=Runtime(servers=servers),
     )
 
 

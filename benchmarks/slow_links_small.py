@@ -10,7 +10,7 @@ import shoal
 from shoal.data import DataConfig, TokenSamples, prepare
 from shoal.models import Transformer, TransformerConfig
 from shoal.run import Decision
-from shoal.train import OptimizerConfig
+from shoal.train import Callbacks, OptimizerConfig
 
 __all__ = ["HELD_OUT", "MODEL", "SEQUENCES", "Point", "Timed", "held_out", "small_trainer", "train_for"]
 
@@ -78,7 +78,7 @@ def small_trainer(
         steps=steps,
         optimizer=OptimizerConfig(learning_rate=_RATE, warmup=_WARMUP, **optimizer),
         seed=seed,
-        on_decision=decided,
+        callbacks=Callbacks(on_decision=decided),
     )
 
 

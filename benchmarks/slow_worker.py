@@ -34,7 +34,7 @@ from shoal.bench.machine import describe
 from shoal.plan import Plan
 from shoal.server import Server, Servers
 from shoal.simulate import Meeting, course_of
-from shoal.train import OptimizerConfig, Trainer
+from shoal.train import OptimizerConfig, Runtime, Trainer
 
 __all__ = ["main"]
 
@@ -97,7 +97,7 @@ def work(
         steps=steps,
         loss=Waiting(seconds),
         optimizer=OptimizerConfig(learning_rate=1e-4, clip=None),
-        servers=servers,
+        runtime=Runtime(servers=servers),
     )
     ready.wait()
     while trainer.step_count < steps:

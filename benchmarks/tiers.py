@@ -39,7 +39,7 @@ from shoal.data import as_samples
 from shoal.models import build, preset
 from shoal.parallel import OffloadedOptimizer, parallelize
 from shoal.plan import SettledPlan
-from shoal.train import OptimizerConfig, Trainer
+from shoal.train import OptimizerConfig, Runtime, Trainer
 from shoal.units import format_bytes
 from shoal.workload import transformer_shape, workload_of
 
@@ -135,7 +135,7 @@ def training(spec: tuple[str, int], folder: Path) -> Any:
         batch=BATCH,
         steps=1 << 20,
         optimizer=OptimizerConfig(warmup=1),
-        offload_folder=folder,
+        runtime=Runtime(offload_folder=folder),
     ).step
 
 

@@ -37,7 +37,7 @@ from tiers import BATCH, SEQUENCE, STEPS, Contestant, shape_of, spread
 from shoal.bench import describe
 from shoal.data import Loader, as_samples
 from shoal.models import build, next_token_loss, preset
-from shoal.train import OptimizerConfig, Trainer
+from shoal.train import OptimizerConfig, Runtime, Trainer
 from shoal.units import format_bytes
 from shoal.workload import transformer_shape, workload_of
 
@@ -120,7 +120,7 @@ def shoal(spec: tuple[str, int], folder: Path) -> Callable[[], float]:
             decay=0.0,
         ),
         seed=SEED,
-        offload_folder=folder,
+        runtime=Runtime(offload_folder=folder),
     )
     return lambda: float(trainer.step().loss)
 

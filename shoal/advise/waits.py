@@ -44,8 +44,8 @@ def data_advice(breakdown: Breakdown, data: Mapping[str, Any] | None = None) -> 
         )
     return Advice(
         name="data",
-        change=f"Prepare data beside the training: {workers} processes or more (Trainer(workers={workers})), "
-        "or a loader that does less for each sample.",
+        change=f"Prepare data beside the training: {workers} processes or more (shoal.train.TrainingData("
+        f"workers={workers})), or a loader that does less for each sample.",
         settings=(),
         before=wall,
         after=wall - waits,

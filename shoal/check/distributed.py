@@ -24,7 +24,8 @@ from shoal.parallel import Axis, Owned, Parallel
 from shoal.parallel.pipeline.stage_layout import parts_by_piece, stages_of
 from shoal.plan import Plan
 from shoal.record import Recorder
-from shoal.train.trainer import Trainer
+from shoal.train.micro_batch import TrainingData
+from shoal.train.trainer import Runtime, Trainer
 
 __all__ = [
     "Copy",
@@ -166,16 +167,14 @@ def _distributed(
     samples = trial.samples(model)
     trainer = Trainer(
         model,
-        samples,
+        TrainingData(samples, sequence=trial.sequence),
         plan,
         batch=trial.batch,
         steps=trial.steps,
         optimizer=OPTIMIZER,
         seed=trial.seed,
         device=device,
-        recorder=recorder,
-        sequence=trial.sequence,
-        offload_folder=tempfile.gettempdir(),
+        runtime=Runtime(recorder=recorder, offload_folder=tempfile.gettempdir()),
     )
     with groups_freed(trainer.parallel):
         try:

@@ -89,16 +89,15 @@ def differences(before: RunValues, after: RunValues) -> list[Difference]:
     if before.kinds and after.kinds:
         collectives = rows.of("collectives", before.collectives, after.collectives)
         kinds = rows.of("kinds", before.kinds, after.kinds)
-        of_step = before.kinds["step"], after.kinds["step"]
-        kinds.append(rows.row("mean step", "kinds", "s", *of_step, by_mean=True))
+        steps, others = before.kinds["step"], after.kinds["step"]
+        kinds.append(rows.row("mean step", "kinds", "s", steps, others, by_mean=True))
     if before.tokens_per_second and after.tokens_per_second:
-        rates = before.tokens_per_second, after.tokens_per_second
-        kinds.append(rows.row("tokens/s", "run", "tokens/s", *rates))
+        rates, others = before.tokens_per_second, after.tokens_per_second
+        kinds.append(rows.row("tokens/s", "run", "tokens/s", rates, others))
     drift = _drift_of_step(kinds)
     judged = [*_judged(kinds, step, drift), *_judged(collectives, step, drift)]
     if before.memory is not None and after.memory is not None:
-        values = before.memory, after.memory
-        judged.append(_untested("memory", "run", "bytes", *values, Verdict.UNTESTED))
+        judged.append(_untested("memory", "run", "bytes", before.memory, after.memory, Verdict.UNTESTED))
     return judged
 
 
@@ -122,9 +121,9 @@ class _Rows:
         """Return a row for each name whose seconds count in one of the runs."""
         rows = []
         for name in dict.fromkeys([*before, *after]):
-            values = before.get(name, ()), after.get(name, ())
-            if max(_median(each) for each in values) >= self.least:
-                rows.append(self.row(name, group, "s", *values))
+            first, second = before.get(name, ()), after.get(name, ())
+            if max(_median(first), _median(second)) >= self.least:
+                rows.append(self.row(name, group, "s", first, second))
         return rows
 
     def row(

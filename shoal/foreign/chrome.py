@@ -19,7 +19,7 @@ import math
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -120,14 +120,8 @@ def read_traces(paths: Sequence[Path]) -> Timeline:
     for rank, trace in traces.items():
         spans += with_waits(_spans(rank, trace, trace.base - first, ranks))
     begin = min((span.start for span in spans), default=0.0)
-    return Timeline((_earlier(span, begin) for span in spans), clock_error=0.0 if len(traces) == 1 else None)
-
-
-def _earlier(span: Span, seconds: float) -> Span:
-    return Span(
-        *(span.rank, span.lane, span.kind, span.name, span.start - seconds, span.duration),
-        *(span.bytes, span.group, span.algorithm, span.purpose),
-    )
+    earlier = (replace(span, start=span.start - begin) for span in spans)
+    return Timeline(earlier, clock_error=0.0 if len(traces) == 1 else None)
 
 
 def _read(path: Path) -> _Trace:
@@ -241,8 +235,19 @@ def _spans(rank: int, trace: _Trace, shift: float, everyone: tuple[int, ...]) ->
     add(Lane.COMPUTE, Kind.DATA_WAIT, idle)
     add(Lane.COPY, Kind.COPY, union(trace.copies))
     for name, start, stop, nbytes, group in trace.collectives:
-        given = rank, Lane.COMMUNICATION, Kind.COLLECTIVE, name, start + shift, stop - start, nbytes
-        spans.append(Span(*given, group or everyone, purpose=Purpose.DATA))
+        spans.append(
+            Span(
+                rank,
+                Lane.COMMUNICATION,
+                Kind.COLLECTIVE,
+                name,
+                start + shift,
+                stop - start,
+                nbytes,
+                group or everyone,
+                purpose=Purpose.DATA,
+            )
+        )
     steps = trace.steps.get(True) or trace.steps[False]
     whole = [(start, stop) for _, start, stop in steps]
     for index, start, stop in steps:

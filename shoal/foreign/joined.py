@@ -47,17 +47,14 @@ class Joined:
         return [span for spans in by_rank.values() for span in with_waits(spans)]
 
     def _span(self, row: Operation, *, is_joined: bool) -> Span:
-        times = row.start, row.stop - row.start
+        start, seconds = row.start, row.stop - row.start
         joined = self._communication(row, is_joined=is_joined)
         if joined is not None:
             name, purpose, group = joined
-            return Span(
-                *(row.rank, Lane.COMMUNICATION, Kind.COLLECTIVE, name, *times),
-                group=group,
-                purpose=purpose,
-            )
+            lane, kind = Lane.COMMUNICATION, Kind.COLLECTIVE
+            return Span(row.rank, lane, kind, name, start, seconds, group=group, purpose=purpose)
         kind, name = _work(row)
-        return Span(row.rank, Lane.COMPUTE, kind, name, *times)
+        return Span(row.rank, Lane.COMPUTE, kind, name, start, seconds)
 
     def _communication(self, row: Operation, *, is_joined: bool) -> tuple[str, str, tuple[int, ...]] | None:
         """Return name, purpose and group of a communication; None for other work."""

@@ -23,6 +23,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -256,11 +257,5 @@ def _one_after_another(path: Path, rows: Sequence[Operation]) -> list[Operation]
             first, last = windows[step]
             shift[step] = now - first
             now += last - first
-    moved = (
-        Operation(
-            *(row.rank, row.step, row.kind, row.start + shift[row.step], row.stop + shift[row.step]),
-            *(row.stage, row.dp, row.microbatch, row.chunk),
-        )
-        for row in rows
-    )
+    moved = (replace(row, start=row.start + shift[row.step], stop=row.stop + shift[row.step]) for row in rows)
     return sorted(moved, key=lambda row: row.start)

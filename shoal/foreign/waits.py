@@ -44,11 +44,9 @@ def with_waits(spans: Sequence[Span]) -> list[Span]:
             each = collectives[position]
             begin = max(free, each.start)
             if each.stop > begin:
+                seconds, purpose = each.stop - begin, each.purpose
                 waits.append(
-                    Span(
-                        *(each.rank, Lane.COMPUTE, Kind.WAIT, each.name, begin, each.stop - begin),
-                        purpose=each.purpose,
-                    )
+                    Span(each.rank, Lane.COMPUTE, Kind.WAIT, each.name, begin, seconds, purpose=purpose)
                 )
                 free = each.stop
             position += 1

@@ -105,9 +105,9 @@ class Ledger:
             os.close(opened)
         self._count = 0
         self._groups: list[tuple[int, ...]] = []
-        started = start_of(os.getpid())
-        head = (_MAGIC, _VERSION, os.getpid(), rank, main_thread, time.monotonic(), 0, started)
-        _HEAD.pack_into(self._map, 0, *head)
+        process, now = os.getpid(), time.monotonic()
+        started = start_of(process)
+        _HEAD.pack_into(self._map, 0, _MAGIC, _VERSION, process, rank, main_thread, now, 0, started)
 
     def open_stacks(self) -> IO[str]:
         """Open the file of this process's stacks, empty, and locked as the ledger is."""

@@ -81,8 +81,9 @@ def launch_elastic(
     ):
         environments = member_environments(str(folder), range(most), most, store.port, environment, nursery)
         with LocalRanks(command, environments, logs, nursery) as processes:
-            given = elasticity.least, elasticity.restarts, events, timeout
-            return Members(processes, store, folder, *given).run(StopRequest(signals, grace))
+            least, restarts = elasticity.least, elasticity.restarts
+            members = Members(processes, store, folder, least, restarts, events, timeout)
+            return members.run(StopRequest(signals, grace))
 
 
 def member_environments(

@@ -152,8 +152,8 @@ def lead(
                 list(linked.start_new(-1))
                 events = run / "members.jsonl"
                 stop = StopRequest(signals, meeting.grace)
-                given = least, restarts, events, timeout, linked
-                code = Members(linked, store, folder, *given).run(stop)
+                of_run = Members(linked, store, folder, least, restarts, events, timeout, linked)
+                code = of_run.run(stop)
             return code
         except ShoalError as error:
             code, why = error.exit_code, str(error)

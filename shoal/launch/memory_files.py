@@ -93,8 +93,8 @@ def held_in(folder: Path) -> dict[str, Held]:
             manifest = read_manifest(path)
             identity = hashlib.sha256(read_regular(path / MANIFEST, limits.MANIFEST)).hexdigest()
             there = {name for name, record in manifest.files.items() if is_there(path / name, record.size)}
-            files = tuple(sorted(there)), tuple(sorted(set(manifest.files) - there))
-            found.setdefault(identity, Held(path.name, *files))
+            missing = set(manifest.files) - there
+            found.setdefault(identity, Held(path.name, tuple(sorted(there)), tuple(sorted(missing))))
     return found
 
 

@@ -73,8 +73,8 @@ def _kernel_shares_keys(
     """Return whether queries can share keys without all scores in memory."""
     if device.type != "cuda":  # kernels for CPUs do; other devices only stand in for one, as meta does
         return True
-    asked = (device, dtype, heads, kv_heads, head_dim, is_masked)
-    return _chosen(*asked, _switches()) != SDPBackend.MATH
+    chosen = _chosen(device, dtype, heads, kv_heads, head_dim, is_masked, _switches())
+    return chosen != SDPBackend.MATH
 
 
 def _switches() -> tuple[bool, ...]:

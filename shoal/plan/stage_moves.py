@@ -97,8 +97,8 @@ class _Stages:
 
     def change(self, stage: int, start: int, stop: int) -> None:
         """Shift the start and stop of a stage from those in the split."""
-        place = self._starts[stage] + start, self._stops[stage] + stop
-        time, held = self._load.times.of(stage, *place), self._load.memory.of(stage, *place)
+        start, stop = self._starts[stage] + start, self._stops[stage] + stop
+        time, held = self._load.times.of(stage, start, stop), self._load.memory.of(stage, start, stop)
         rank, before = self._load.placement[stage], self.times[stage]
         busy = self.rank_times[rank]
         self.times[stage] = time

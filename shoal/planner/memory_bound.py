@@ -88,9 +88,9 @@ class LeastMemory:
         stages: Sequence[int] = (0,)
         held: Sequence[float] = (1.0,)
         if variant.degrees.pp > 1:
-            key = variant.schedule, variant.degrees.pp, variant.virtual
-            stages = _stages_of_first(*key)
-            held = activation_peaks(*key, variant.microbatches)[0][0].whole
+            schedule, pp, virtual = variant.schedule, variant.degrees.pp, variant.virtual
+            stages = _stages_of_first(schedule, pp, virtual)
+            held = activation_peaks(schedule, pp, virtual, variant.microbatches)[0][0].whole
         if self._is_alike:
             (layer,) = self._layers(variant.layout)
             counts = [split[stage] for stage in stages]
@@ -137,8 +137,11 @@ class LeastMemory:
     def states(self, degrees: Degrees, sharding: HybridSharding, precision: str) -> StateBytes:
         """Return the bytes of each parameter's states on a rank."""
         shards = degrees.dp // sharding.replicate * degrees.cp if sharding.kind.cuts_optimizer else 1
-        kept = sharding.kind.name, precision, self._tiers
-        return StateBytes(_state_bytes(*kept, shards), _state_bytes(*kept, shards / degrees.ep))
+        name, tiers = sharding.kind.name, self._tiers
+        return StateBytes(
+            _state_bytes(name, precision, tiers, shards),
+            _state_bytes(name, precision, tiers, shards / degrees.ep),
+        )
 
     def peak(self, share: Share, states: StateBytes) -> float:
         """Return the peak bytes of a rank with this share."""

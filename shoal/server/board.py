@@ -31,6 +31,8 @@ from shoal.server.terms import Decision, Mode, Terms, Ticket
 
 __all__ = ["Board"]
 
+_NO_ROUND = Decision(shares=(), finished=0, complete=0, leads=False)
+
 
 @dataclass(slots=True)
 class _Member:
@@ -113,7 +115,7 @@ class Board:
         self._keep = keep
         self._changed = threading.Condition()
         self._quorum_since = math.inf
-        self._contents: dict[int, tuple[Any, ...]] = {}  # of idle workers: their last round
+        self._closed: dict[int, Decision] = {}  # of idle workers: their last round
 
     def join(self) -> Ticket:
         """Make a new worker a member, with its first shares; if none is left, wait for one given back."""
@@ -190,7 +192,7 @@ class Board:
                     member.shares = []
                     self._changed.notify_all()
                     self._wait(lambda: self._may_go_on(worker))
-                    self._go_on([worker])
+                    self._go_on([worker], _NO_ROUND)
                     self._close_if_due()  # a round may have waited for this one, which has no share left
             self._wait(lambda: self._is_answered(worker, clock))
             return self._state.answers[worker][1]
@@ -328,12 +330,13 @@ class Board:
         state = self._state
         members = [state.members[worker] for worker in order]
         round, self._quorum_since = state.round, math.inf
-        contents = (
-            round,
-            tuple((worker, member.clock) for worker, member in zip(order, members, strict=True)),
-            tuple(member.weight or 0.0 for member in members),
-            tuple(round - member.base for member in members),
-            tuple(state.lost),
+        closed = replace(
+            _NO_ROUND,
+            round=round,
+            members=tuple((worker, member.clock) for worker, member in zip(order, members, strict=True)),
+            weights=tuple(member.weight or 0.0 for member in members),
+            staleness=tuple(round - member.base for member in members),
+            lost=tuple(state.lost),
         )
         state.lost = []
         state.round += 1
@@ -342,7 +345,7 @@ class Board:
             self._hear(member.weight or 0.0, member.loss)
             member.weight, member.clock = None, member.clock + 1
         self._guard.close(self._finished)
-        self._go_on(order, *contents)
+        self._go_on(order, closed)
 
     def _hear(self, weight: float, loss: float) -> None:
         """Note the loss of a contribution, of which each worker is told with its next answer."""
@@ -350,7 +353,7 @@ class Board:
             if weight:
                 member.heard, member.of = member.heard + weight * loss, member.of + weight
 
-    def _go_on(self, order: list[int], *contents: Any) -> None:
+    def _go_on(self, order: list[int], closed: Decision) -> None:
         """Give workers their next shares, and tell them; those for whom none is left wait for the others."""
         state = self._state
         staying = []
@@ -361,9 +364,9 @@ class Board:
                 staying.append(worker)
             else:
                 state.idle[worker] = state.members.pop(worker)
-                self._contents[worker] = contents
+                self._closed[worker] = closed
         for worker in staying:
-            self._tell(worker, state.members[worker], worker == min(state.members), *contents)
+            self._tell(worker, state.members[worker], worker == min(state.members), closed)
         self._wake_idle()
         self._note()
 
@@ -374,20 +377,27 @@ class Board:
             if state.saver < 0:
                 state.saver = min(state.idle, default=-1)
             for worker, member in state.idle.items():
-                self._tell(worker, member, worker == state.saver, *self._contents.get(worker, ()))
+                self._tell(worker, member, worker == state.saver, self._closed.get(worker, _NO_ROUND))
             state.idle = {}
         while state.idle and state.again:
             worker = min(state.idle)
             member = state.members[worker] = state.idle.pop(worker)
             member.shares = self._hand_out()
-            self._tell(worker, member, worker == min(state.members), *self._contents.get(worker, ()))
+            self._tell(worker, member, worker == min(state.members), self._closed.get(worker, _NO_ROUND))
 
-    def _tell(self, worker: int, member: _Member, leads: bool, *contents: Any) -> None:
+    def _tell(self, worker: int, member: _Member, leads: bool, closed: Decision) -> None:
+        """Answer a worker: with its shares, and the round that was closed."""
         state = self._state
         member.base, member.in_rounds = state.round, self._guard.mode.in_rounds
-        decision = Decision(tuple(member.shares), self._finished, state.complete, leads, *contents)
-        loss = member.heard / member.of if member.of else None
-        decision = replace(decision, loss=loss, mode=self._guard.mode)
+        decision = replace(
+            closed,
+            shares=tuple(member.shares),
+            finished=self._finished,
+            complete=state.complete,
+            leads=leads,
+            loss=member.heard / member.of if member.of else None,
+            mode=self._guard.mode,
+        )
         member.heard = member.of = 0.0
         state.answers[worker] = (member.clock - 1, decision)
         if not member.shares:

@@ -112,8 +112,14 @@ class Journal:
         """Note a span of the communication lane."""
         self.communications.append(
             Communicated(
-                *(rank, start, together, stop),
-                *(collective.name, collective.bytes, collective.group, collective.purpose),
+                rank,
+                start,
+                together,
+                stop,
+                collective.name,
+                collective.bytes,
+                collective.group,
+                collective.purpose,
             )
         )
 

@@ -74,7 +74,7 @@ class StageProgram:
         """
         key = work, is_first, is_last
         if key not in self._passages:
-            passage = Passage.of(self.pieces(*key))
+            passage = Passage.of(self.pieces(work, is_first, is_last))
             self._passages[key] = passage.gathered() if passage.is_plain and self._plan.pp > 1 else passage
         return self._passages[key]
 

@@ -149,12 +149,12 @@ def _messages(plan: SettledPlan, costs: Costs, number: int, count: int) -> Itera
     for name, other in (("activation", number + 1), ("gradient", number - 1)):
         if not 0 <= other < plan.stages or plan.placement[other] == plan.placement[number]:
             continue
-        ends = plan.placement[number], plan.placement[other]
+        here, there = plan.placement[number], plan.placement[other]
         level, nbytes = (
-            joining_level(Boundary.of(plan, *ends), costs.cluster).name,
+            joining_level(Boundary.of(plan, here, there), costs.cluster).name,
             message_bytes(Layout.of(plan), costs.workload),
         )
-        seconds = costs.send(plan, *ends)
+        seconds = costs.send(plan, here, there)
         yield Communication(Purpose.PIPELINE, name, 2, level, "send", nbytes, seconds, count)
 
 

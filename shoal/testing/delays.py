@@ -224,10 +224,18 @@ class _Training:
         spans: list[Span] = []
         for number, collective in enumerate(self._collectives):
             for rank, arrival in played.arrivals[number].items():
-                duration = played.ends[number][rank] - arrival
-                given = collective.name, arrival, duration, collective.bytes, collective.group
                 spans.append(
-                    Span(rank, Lane.COMMUNICATION, Kind.COLLECTIVE, *given, purpose=collective.purpose)
+                    Span(
+                        rank,
+                        Lane.COMMUNICATION,
+                        Kind.COLLECTIVE,
+                        collective.name,
+                        arrival,
+                        played.ends[number][rank] - arrival,
+                        collective.bytes,
+                        collective.group,
+                        purpose=collective.purpose,
+                    )
                 )
         for rank in ranks:
             times = [0.0, *played.stops[rank]]
@@ -238,11 +246,9 @@ class _Training:
                 if isinstance(event, Await):
                     each = self._collectives[event.collective]
                     start, stop = times[position], times[position + 2]  # with the wake-up after it
+                    seconds, purpose = stop - start, each.purpose
                     spans.append(
-                        Span(
-                            *(rank, Lane.COMPUTE, Kind.WAIT, each.name, start, stop - start),
-                            purpose=each.purpose,
-                        )
+                        Span(rank, Lane.COMPUTE, Kind.WAIT, each.name, start, seconds, purpose=purpose)
                     )
         return Timeline(spans)
 
@@ -354,7 +360,11 @@ class _Training:
             self._last_of[group] = number
             self._collectives.append(
                 Collective(
-                    *(name, str(purpose), self._step, nbytes, group),
+                    name,
+                    str(purpose),
+                    self._step,
+                    nbytes,
+                    group,
                     {each: took * self._randomness.uniform(1, 1.01) for each in group},
                     after,
                 )

@@ -110,9 +110,19 @@ class Timeline:
             with (folder / f"rank-{rank:05d}.jsonl").open("w", encoding="utf-8") as file:
                 file.write(header_line(rank, self.origin_unix_ns))
                 for s in self.of(rank):
-                    times, ranks = (s.start, s.duration), (s.bytes, s.group)
                     file.write(
-                        span_line(s.kind, s.lane, s.name, *times, *ranks, s.algorithm, s.purpose, s.host)
+                        span_line(
+                            s.kind,
+                            s.lane,
+                            s.name,
+                            s.start,
+                            s.duration,
+                            s.bytes,
+                            s.group,
+                            s.algorithm,
+                            s.purpose,
+                            s.host,
+                        )
                     )
 
     @cached_property

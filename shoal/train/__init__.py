@@ -33,23 +33,29 @@ from shoal.train.job import (
 )
 from shoal.train.learning_rate import learning_rate
 from shoal.train.located import located
+from shoal.train.micro_batch import TrainingData
+from shoal.train.optimizer import Optimization
 from shoal.train.portable import load, save
 from shoal.train.restore import load_model
-from shoal.train.result import StepResult
-from shoal.train.trainer import Trainer
+from shoal.train.result import Callbacks, StepResult
+from shoal.train.trainer import Runtime, Trainer
 
 __all__ = [
     "FOLDER",
     "BackgroundSaves",
+    "Callbacks",
     "CheckpointConfig",
     "HeldOut",
     "Job",
+    "Optimization",
     "OptimizerConfig",
     "RecordConfig",
     "Resume",
+    "Runtime",
     "StepResult",
     "TrainConfig",
     "Trainer",
+    "TrainingData",
     "ValidationConfig",
     "check",
     "choose_path",

@@ -35,8 +35,8 @@ def require_arguments(model: Any, steps: Any, loss: Any, optimizer: Any) -> None
     if optimizer is not None and not isinstance(optimizer, OptimizerConfig):
         raise ConfigError(
             f"a {type(optimizer).__name__} was given as the optimizer",
-            possible="shoal.train.OptimizerConfig(name=..., learning_rate=...); or make_optimizer= with a "
-            "class such as torch.optim.SGD, or a function with its arguments",
+            possible="shoal.train.OptimizerConfig(name=..., learning_rate=...); or shoal.train.Optimization("
+            "config, make=...) with a class such as torch.optim.SGD, or a function with its arguments",
             change="give one of these: the Trainer makes the optimizer after it has laid out the model",
         )
 

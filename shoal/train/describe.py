@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import Any
 
 import torch
@@ -16,18 +15,10 @@ from shoal.run import shown
 from shoal.train.automatic import PassedOver
 from shoal.train.config import describe_config
 from shoal.train.job import Job
-from shoal.train.run_record import describe_device, describe_versions
+from shoal.train.run_writer import describe_device, describe_run
 from shoal.units import format_count
 
-__all__ = ["describe", "opening", "since_step"]
-
-
-def since_step(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> int | None:
-    """Return the first step under the present layout, from which a report counts; None for all steps."""
-    settings = ("plan", "world_size", "tokens_per_step", "device")
-    is_same = all(before.get(name) == now[name] for name in settings)
-    since: int | None = before.get("since_step")
-    return since if is_same else step
+__all__ = ["describe", "opening"]
 
 
 def opening(job: Job, described: Mapping[str, Any], plan: Plan) -> str:
@@ -81,18 +72,14 @@ def describe(job: Job, model: nn.Module, device: torch.device, loss_unit: str) -
     else:
         flops = 6.0 * parameters
     return {
-        "name": job.path.name,
-        "created": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        **describe_run(job.path, job.plan.ranks, job.config.model, parameters, flops),
         "plan": str(job.plan),
         "passed_over": [{"plan": str(each.plan), "reason": each.reason} for each in job.passed_over],
         "cluster": None if job.cluster is None else asdict(job.cluster),
-        "world_size": job.plan.ranks,
         "seed": job.config.seed,
         "config": job.config.model_dump(mode="json"),
-        "model": {"name": job.config.model, "parameters": parameters, "flops_per_token": flops},
         "device": describe_device(device, job.plan),
         "tokens_per_step": job.config.batch * job.config.sequence,
         "loss_unit": loss_unit,
-        "versions": describe_versions(),
         "new_parameters": list(new_parameters(model)),
     }

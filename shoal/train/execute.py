@@ -46,19 +46,14 @@ def execute(choose: Callable[[], Job], world: World, stop: StopSignal) -> int:
     if first_choice.is_served:
         role = joined_role(world, first_choice) if first_choice.joins else take_role(world, first_choice)
         return serve(role, stop) if role.server is not None else _execute_as_worker(role, stop)
-    with _begun(first_choice, world) as device:
-        coordinator: Coordinator = ProcessGroupCoordinator() if dist.is_initialized() else SingleProcess()
-        try:
-            job: Job = coordinator.all_gather_object(first_choice)[0]
-            done: str = coordinator.all_gather_object(nothing_left_to_do(job) if world.rank == 0 else "")[0]
-            if done:
-                if world.rank == 0:
-                    print(done, file=sys.stderr)
-                return 0
-            return Execution(job, world, device, coordinator).run(stop)
-        finally:
-            if dist.is_initialized() and sys.exc_info()[0] is None:
-                dist.destroy_process_group()
+    with _begun(first_choice, world) as (device, coordinator):
+        job: Job = coordinator.all_gather_object(first_choice)[0]
+        done: str = coordinator.all_gather_object(nothing_left_to_do(job) if world.rank == 0 else "")[0]
+        if done and world.rank == 0:
+            print(done, file=sys.stderr)
+        code = 0 if done else Execution(job, world, device, coordinator).run(stop)
+        _leave()
+        return code
 
 
 def execute_as_member(job: Job, world: World, stop: StopSignal, membership: Membership, store: Store) -> int:
@@ -74,8 +69,7 @@ def execute_as_member(job: Job, world: World, stop: StopSignal, membership: Memb
     Raises:
         Regroup: The members change, or this one was asked to leave; the state is saved.
     """
-    with _begun(job, world, store, membership.begin) as device:
-        coordinator: Coordinator = ProcessGroupCoordinator() if dist.is_initialized() else SingleProcess()
+    with _begun(job, world, store, membership.begin) as (device, coordinator):
         if done := coordinator.all_gather_object(nothing_left_to_do(job) if world.rank == 0 else "")[0]:
             print(done, file=sys.stderr)
             return 0
@@ -103,13 +97,16 @@ def _execute_as_worker(role: Role, stop: StopSignal) -> int:
             print(role.done, file=sys.stderr)
         return 0
     name_group(hashlib.sha256(role.token.encode()).hexdigest(), role.first_rank)
-    with _begun(role.job, role.world, role.ranks_meet) as device:
-        coordinator: Coordinator = ProcessGroupCoordinator() if dist.is_initialized() else SingleProcess()
-        try:
-            return Execution(role.job, role.world, device, coordinator, role).run(stop)
-        finally:
-            if dist.is_initialized() and sys.exc_info()[0] is None:
-                dist.destroy_process_group()
+    with _begun(role.job, role.world, role.ranks_meet) as (device, coordinator):
+        code = Execution(role.job, role.world, device, coordinator, role).run(stop)
+        _leave()
+        return code
+
+
+def _leave() -> None:
+    """Leave the other ranks at the end of a training; after an error, one may be gone."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @contextmanager
@@ -118,8 +115,8 @@ def _begun(
     world: World,
     store: Store | None = None,
     beforehand: Callable[[str], object] = lambda backend: None,
-) -> Iterator[torch.device]:
-    """Enter the computation that a job asks for, with this rank's device, once it has joined the others.
+) -> Iterator[tuple[torch.device, Coordinator]]:
+    """Enter the computation that a job asks for, with this rank's device, and with the ranks that it joined.
 
     Args:
         job: The job.
@@ -130,4 +127,4 @@ def _begun(
     device = own_device(choose_device(job.config.device, world.local_rank))
     with compute_deterministically() if job.config.deterministic else nullcontext():
         join(world, device, timeout=job.config.timeout, store=store, beforehand=beforehand)
-        yield device
+        yield device, ProcessGroupCoordinator() if dist.is_initialized() else SingleProcess()

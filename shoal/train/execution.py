@@ -6,9 +6,8 @@ import contextlib
 import os
 import shlex
 import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import torch
 
@@ -16,15 +15,12 @@ from shoal.checkpoint import Coordinator
 from shoal.data import AnyCorpus
 from shoal.errors import CheckpointError, ConfigError, TrainingError
 from shoal.launch import EXIT_STOPPED, PEER, Membership, StopSignal, World
-from shoal.parallel.exchange.worker_exchange import WorkerExchange
 from shoal.plan import Plan
-from shoal.record import ClockExchange, Marks, exchange_clocks
-from shoal.run import Account, Decision, Run, shown, write_decision
+from shoal.run import Run, shown
 from shoal.train.agreement import are_all_asked
-from shoal.train.claim_together import claim_together
 from shoal.train.classes import for_model, prepared
 from shoal.train.compiling import Compiling
-from shoal.train.describe import describe, opening, since_step
+from shoal.train.describe import describe, opening
 from shoal.train.elastic_saves import FOLDER, MemorySaves
 from shoal.train.first_weights import begin_from
 from shoal.train.held_out import HeldOut, accuracy
@@ -33,20 +29,20 @@ from shoal.train.host_watch import look_at_host
 from shoal.train.job import Job
 from shoal.train.live import LiveLine, summary
 from shoal.train.located import first_model
+from shoal.train.micro_batch import TrainingData
 from shoal.train.offloading import offload_folder
 from shoal.train.out_of_memory import does_not_fit, is_out_of_memory
+from shoal.train.profiling import Profiling
 from shoal.train.randomness import nondeterministic_operator
 from shoal.train.rate_change import rate_change_of
-from shoal.train.recording import open_destinations, open_loggers, open_profiling, open_run_recorder
-from shoal.train.result import StepResult
+from shoal.train.result import Callbacks, StepResult
 from shoal.train.roles import Role
-from shoal.train.saving import Saving
-from shoal.train.step_memory import MemoryRecord
+from shoal.train.run_writer import RunWriter, WritingRank
+from shoal.train.saving import Saving, is_due
 from shoal.train.taking_up import go_on
-from shoal.train.time_account import TimeAccount
-from shoal.train.trainer import Trainer
+from shoal.train.trainer import Runtime, Trainer
 from shoal.train.uploading import Uploading
-from shoal.train.validation import Validation
+from shoal.units import parse_steps
 
 __all__ = ["Execution", "Regroup"]
 
@@ -74,7 +70,6 @@ class Execution:
         self._role = role
         self._membership = membership
         self._servers = None if role is None else role.servers()
-        self._exchange: WorkerExchange | None = None  # until the Trainer is made
         self._looked_at = 0  # the step after which was last looked what is due
         self._device = device
         self._coordinator = coordinator
@@ -88,43 +83,54 @@ class Execution:
         corpus = for_model(corpus, model)
         unit = "text" if corpus.labels else "byte" if corpus.tokenizer.name == "bytes" else "token"
         self._described = describe(job, model, device, f"nats a {unit}")
-        if self._is_first and not job.goes_on:
+        first = 0 if role is None else role.first_rank
+        begins = world.rank == 0 if role is None else role.is_first
+        if begins and not job.goes_on:
             Run.create(job.path, self._described)
         if role is not None:
             role.wait_for_run()
-        self._meet()
-        self._run = Run.open(job.path) if self._is_first else Run(job.path)
-        self._writer = claim_together(coordinator, self._run, self._live.say, acts=self._is_first)
-        begins = 0 if role is None else role.first_rank
-        look_at_host(self._run, world, unit=begins, replaces_ranks=membership is not None)
-        self._time = TimeAccount(self._run, job.launched, job.processes, self._is_first, self._take_account)
-        marks, record, number, run = Marks(), self._config.record, self._number, self._run
-        first, say = number - world.rank, self._live.say
-        self._recorder = open_run_recorder(record, self._run, number, first, device, marks, say)
-        self._clocks = self._compare_clocks()
-        self._profiling = open_profiling(record, self._run, number, device, marks, self._say)
-        self._memory = MemoryRecord(run.memory_file(number) if record.memory else None, number, self._say)
-        validation = corpus.samples("validation", self._config.sequence)
+        self._run = Run.open(job.path) if begins else Run(job.path)
+        say, meet_at = self._live.say, world.master[0]
+        self._rank = WritingRank(coordinator, device, begins, say, first=first, towards=meet_at)
+        record = self._config.record
+        self._writer = RunWriter(self._run, self._described, self._rank, record, goes_on=job.goes_on)
+        self._say = self._writer.say
+        look_at_host(self._run, world, unit=first, replaces_ranks=membership is not None)
+        self._time = self._writer.begin(
+            job.launched, job.processes, lambda step: self._compiling.stepped(step)
+        )
+        self._profiling = Profiling(
+            parse_steps(record.profile) if record.profile else None,
+            self._run.path / "profile",
+            self._rank.number,
+            device,
+            self._writer.marks,
+            memory=record.profile_memory,
+            say=self._say,
+        )
+        self._held_out = corpus.samples("validation", self._config.sequence)
         self._trainer = Trainer(
             model,
-            corpus.samples("train", self._config.sequence),
+            TrainingData(corpus.samples("train", self._config.sequence), sequence=self._config.sequence),
             job.plan,
             batch=self._config.batch,
             steps=self._config.steps,
             optimizer=self._config.optimizer,
             seed=self._config.seed,
             device=device,
-            recorder=self._recorder,
-            sequence=self._config.sequence,
-            on_step=self._take_result,
-            on_save=self._upload,
-            on_decision=self._take_decision,
-            held_out=HeldOut(validation, functions={"accuracy": accuracy}),
-            servers=self._servers,
-            compare_replicas=self._config.compare_replicas,
-            offload_folder=offload_folder(self._config, job.path),
+            run=self._writer,
+            callbacks=Callbacks(
+                on_step=self._take_result,
+                on_save=self._upload,
+                on_decision=lambda decision: self._say(str(decision)),
+            ),
+            runtime=Runtime(
+                servers=self._servers,
+                offload_folder=offload_folder(self._config, job.path),
+                held_out=HeldOut(self._held_out, functions={"accuracy": accuracy}),
+                compare_replicas=self._config.compare_replicas,
+            ),
         )
-        self._exchange = self._trainer.exchange
         # These must stay unchanged when the run goes on, so that each sample is seen once an epoch.
         self._data = {
             "fingerprint": corpus.fingerprint,
@@ -141,10 +147,7 @@ class Execution:
             lambda: self._time.account,
         )
         self._in_memory = None if membership is None else self._saves_in_memory()
-        self._destinations = open_destinations(record, self._run, world.rank == 0, say)
-        self._loggers = open_loggers(self._run, self._destinations, world.rank == 0, say)
         self._compiling = Compiling(self._say)
-        self._validation = Validation(self._trainer, validation, self._config, self._loggers.log, self._say)
 
     def run(self, stop: StopSignal) -> int:
         """Train to the last step, or until stopped; return the exit code."""
@@ -159,10 +162,8 @@ class Execution:
             if self._trainer.step_count == self._config.steps:  # all that is left is the last validation
                 self._do_what_is_due(stop)
             while not self._is_stopped and self._trainer.step_count < self._config.steps:
-                with self._time.part("steps"):
-                    compiling = self._step(stop)
+                self._step(stop)
                 stop.has_step = True
-                self._time.stepped(self._trainer.step_count, compiling)
                 if not self._is_stopped or self._trainer.step_count == self._config.steps:
                     self._do_what_is_due(stop)
             if self._is_stopped:
@@ -171,13 +172,12 @@ class Execution:
             if self._trainer.exchange.retire():
                 self._do_what_is_due(stop)
             self._trainer.exchange.leave()
-            self._clocks.close()
-            self._recorder.close()  # the summary reads the timelines of all ranks
+            self._writer.close_timeline()  # the summary reads the timelines of all ranks
             self._trainer.close()
             self._meet()
             stop.is_done = True
-            if self._is_first:
-                self._live.say("")
+            if self._writer.leads:
+                self._say("")
                 with contextlib.suppress(OSError):  # all is saved: only its reader is gone
                     print(summary(self._run, self._saving.summary()), flush=True)
             return 0
@@ -186,19 +186,14 @@ class Execution:
             raise
         finally:
             self._trainer.close()
-            self._clocks.close()
-            self._recorder.close()
-            self._time.write()
-            self._loggers.close()
+            self._writer.close_timeline()
             self._profiling.close()
             self._compiling.close()
             if self._uploading is not None:
                 self._uploading.close()
-            if self._writer is not None:
-                self._writer.close()
+            self._writer.close("the ranks end")
             if self._servers is not None:
                 self._servers.close()
-            self._time.close("the ranks end")
 
     def _end(self, stop: StopSignal) -> int:
         """Save after a signal, and return the exit code; raise Regroup if others go on."""
@@ -216,23 +211,21 @@ class Execution:
             )
         return EXIT_STOPPED
 
-    def _step(self, stop: StopSignal) -> float:
-        """Make a step, and return the seconds that compiling took of it.
-
-        If too many were skipped, save the state after them: a resume goes on there.
-        """
+    def _step(self, stop: StopSignal) -> None:
+        """Make a step. If too many were skipped, save the state after them: a resume goes on there."""
         self._compiling.begin_step()
         try:
-            self._make_step(stop=lambda: self._has_to_stop(stop))
-            return self._compiling.stepped(self._trainer.step_count)
+            with self._profiling.step(self._trainer.step_count + 1):
+                self._trainer.step(stop=lambda: self._has_to_stop(stop))
         except TrainingError:
             with contextlib.suppress(CheckpointError):
                 self._trainer.save(self._run.checkpoints, {"data": self._data})
             raise
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
-                given = self._config, self._trainer.plan, self._job.cluster, self._number
-                raise does_not_fit(*given, self._trainer.step_count + 1, error) from error
+                plan, step = self._trainer.plan, self._trainer.step_count + 1
+                number = self._rank.number
+                raise does_not_fit(self._config, plan, self._job.cluster, number, step, error) from error
             if not isinstance(error, RuntimeError):
                 raise
             if self._config.deterministic and (operator := nondeterministic_operator(error)):
@@ -248,17 +241,8 @@ class Execution:
         """Return whether this rank is asked to stop, or the members change."""
         return stop.received is not None or (self._membership is not None and self._membership.is_due)
 
-    def _make_step(self, *, stop: Callable[[], bool]) -> None:
-        trainer = self._trainer
-        number = trainer.step_count + 1
-        memory = self._memory.step(trainer.parallel, trainer.optimizer, number)
-        with self._profiling.step(number), memory:
-            trainer.step(stop=stop)
-
     def _take_result(self, result: StepResult) -> None:
         """Take note of a step's result; on a GPU it comes while the next step runs."""
-        if self._writer is not None:
-            self._writer.require()
         self._is_stopped |= result.stop
         self._saving.stepped(result.seconds)
         if self._in_memory is not None and self._membership is not None:
@@ -268,22 +252,10 @@ class Execution:
             self._trainer.saved.require_savable()
             self._saving.prepare()
             self._is_savable = True
-        if not self._is_first:
-            return
-        self._loggers.log(result.step, result.values())
-        if result.skipped:
-            self._say(f"step {result.step} is skipped: it has {result.skipped}")
-        self._live.show(result)
-
-    def _take_account(self, account: Account) -> None:
-        """Tell destinations where the time of the run went."""
-        self._destinations.log(self._trainer.step_count, account.values())
-
-    def _take_decision(self, decision: Decision) -> None:
-        """Keep and tell a decision about the exchange."""
-        if self._is_first:
-            write_decision(self._run.decisions_file, decision)
-        self._say(str(decision))
+        if self._writer.leads:
+            if result.skipped:
+                self._say(f"step {result.step} is skipped: it has {result.skipped}")
+            self._live.show(result)
 
     def _do_what_is_due(self, stop: StopSignal) -> None:
         """Save, and then validate: a signal meanwhile loses no step."""
@@ -298,49 +270,49 @@ class Execution:
                 self._saving.save_at_end()
             elif not self._saving.save_if_due(before) and self._in_memory is not None:
                 self._in_memory.save_if_due()
-        if self._validation.is_due(before):
-            with self._time.part("validation"):
-                self._is_stopped |= not self._validation.make(stop)
+        if step == self._config.steps or is_due(before, step, self._config.validation.every):
+            self._validate(stop)
+
+    def _validate(self, stop: StopSignal) -> None:
+        """Measure on held-out samples, and tell the values, unless a rank is asked to stop meanwhile."""
+        functions = {"validation_accuracy": accuracy} if self._config.data.label else {}
+        count, is_asked = self._config.validation.samples, lambda: stop.received is not None
+        values = self._trainer.evaluate(self._held_out, count, functions, stop=is_asked)
+        begins = f"step {self._trainer.step_count}/{self._config.steps}  validation"
+        if not values:
+            self._is_stopped = True
+            self._say(f"{begins} stopped by a signal, without a result")
+            return
+        named = [f"{name.removeprefix('validation_')} {value:.3f}" for name, value in values.items()]
+        self._say(f"{begins} {', '.join(named)}")
 
     def _upload(self, checkpoint: Path) -> None:
         """Copy a checkpoint that is complete to the object store, if there is one."""
-        if self._is_first and self._config.checkpoint.store and checkpoint.parent == self._run.checkpoints:
-            self._uploading = self._uploading or Uploading(self._config.checkpoint, self._say)
+        config = self._config.checkpoint
+        if self._writer.leads and config.store and checkpoint.parent == self._run.checkpoints:
+            self._uploading = self._uploading or Uploading(config, self._say)
             self._uploading.saved(checkpoint)
 
     def _take_up(self) -> Path | None:
-        """Load what the job resumes or begins from, if anything, and describe the run as it is now.
-
-        Return the checkpoint that it resumes from.
-        """
+        """Load what the job resumes or begins from, if anything; return the checkpoint that it resumes."""
         path = None
         resume, init = self._job.resume, self._config.init
         if resume is not None:
+            before = resume.run.description if self._coordinator.rank == 0 else {}
             hosts = None if self._in_memory is None else self._in_memory.hosts
             beside = [] if self._in_memory is None or hosts is not None else [self._in_memory.directory]
             path = go_on(self._trainer, resume, self._data, self._coordinator, self._say, beside, hosts)
             begins = "there is no sound checkpoint: training starts from the beginning"
             self._say(f"goes on from {shown(path)}" if path else begins)
-            if path and self._is_first:
+            if path and self._writer.leads:
                 made = self._trainer.step_count
-                if text := rate_change_of(resume.run, self._config, made):
+                if text := rate_change_of(resume.run, before, self._config, made):
                     self._say(text)
         if init and self._trainer.step_count == 0:
             begin_from(self._trainer, init, self._say)
             self._say(f"begins from the weights of {init}")
-        # Only now, so that a configuration that does not fit the run leaves it unchanged.
-        if self._is_first:
-            self._run.describe(self._resolved())
+        self._writer.loaded(self._trainer.step_count)  # where there was nothing to load, too
         return path
-
-    def _resolved(self) -> dict[str, Any]:
-        """Return the run's description, with the stages that the model was cut into."""
-        now = {**self._described, "plan": str(self._plan)}
-        if not self._job.goes_on:
-            return now
-        before = self._run.description
-        since = since_step(before, now, self._trainer.step_count + 1)
-        return {**now, "created": before["created"], "since_step": since}
 
     def _saves_in_memory(self) -> MemorySaves:
         folder = os.environ.get(FOLDER)
@@ -349,8 +321,8 @@ class Execution:
         hosts = None
         if folder and PEER in os.environ and self._membership is not None:
             hosts = HostMemory(directory, self._coordinator, self._membership.peers())
-        given = {"data": self._data}, self._coordinator, self._say, hosts
-        return MemorySaves(self._trainer, every, directory, self._run.checkpoints, *given)
+        disk, extra = self._run.checkpoints, {"data": self._data}
+        return MemorySaves(self._trainer, every, directory, disk, extra, self._coordinator, self._say, hosts)
 
     def save_replica(self, seconds: float) -> None:
         """Keep the last step's state, if this rank has all of it and is the first of those that stay.
@@ -380,28 +352,6 @@ class Execution:
             warnings.simplefilter("ignore")  # the first call has given them already
             return prepared(self._config)
 
-    def _compare_clocks(self) -> ClockExchange:
-        if not self._config.record.timeline:
-            return ClockExchange()
-        ranks, address = self._coordinator, self._world.master[0]
-        return exchange_clocks(ranks, self._run.timeline, self._number, self._live.say, towards=address)
-
-    @property
-    def _number(self) -> int:
-        """Number of this rank among those of all workers."""
-        return self._world.rank + (0 if self._role is None else self._role.first_rank)
-
-    @property
-    def _is_first(self) -> bool:
-        """Whether this is the rank that reports and writes what all share."""
-        if self._role is not None and (self._exchange is None or self._exchange.worker < 0):
-            return self._role.is_first
-        return self._world.rank == 0 and (self._exchange is None or self._exchange.leads)
-
     def _meet(self) -> None:
         """Return once all ranks have come here."""
         self._coordinator.all_gather_object(None)
-
-    def _say(self, text: str) -> None:
-        if self._is_first:
-            self._live.say(text)

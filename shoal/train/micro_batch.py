@@ -49,7 +49,7 @@ from shoal.parallel import Parallel
 from shoal.parallel.documents import DocumentsGuard
 from shoal.parallel.loss_probe import ignores_first_label
 
-__all__ = ["Counted", "Loss", "MicroBatch", "Reader", "auxiliary_coefficient"]
+__all__ = ["Counted", "Loss", "MicroBatch", "Reader", "TrainingData", "auxiliary_coefficient"]
 
 _MASK = "attention_mask"
 _POSITIONS = "position_ids"
@@ -59,6 +59,25 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 Counted = Callable[[Any], Any]
 """A function from the targets, or a batch that is a mapping, to the number of elements in its mean loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingData:
+    """What is trained on, and how it is read.
+
+    Attributes:
+        samples: Samples, or a map-style dataset.
+        sequence: Tokens of a sample; with it, pipeline stages are cut so that activations fit the devices.
+        workers: Processes that prepare data on each rank; see `shoal.data.open_feed`.
+        counted: A function from the targets of a micro-batch, or from the micro-batch if it is a mapping, to
+            the number of elements in its mean loss. By default integer targets count that are not -100; with
+            others, each sample counts as one.
+    """
+
+    samples: Any
+    sequence: int | None = None
+    workers: int = 0
+    counted: Counted | None = None
 
 
 @dataclass(frozen=True, slots=True)

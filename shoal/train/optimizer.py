@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,10 +24,11 @@ from shoal.parallel import (
     outer_settings,
 )
 from shoal.train.config import OPTIMIZERS, OptimizerConfig
-from shoal.train.learning_rate import scaled_peak
+from shoal.train.learning_rate import Schedule, scaled_peak
 from shoal.train.lion import Lion
 
 __all__ = [
+    "Optimization",
     "OptimizerFactory",
     "build_optimizer",
     "groups_by_decay",
@@ -40,6 +42,24 @@ OptimizerFactory = Callable[..., torch.optim.Optimizer]
 
 A group is `{"params": [(name, parameter), ...], "weight_decay": ...}`; torch's base class takes the names
 apart and keeps them in the group as `param_names`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Optimization:
+    """An optimizer and a schedule of the user's own.
+
+    Attributes:
+        config: Names the optimizer and the schedule, and has their settings; None for the defaults.
+        make: Makes the optimizer, instead of the one that `config` names; called like `torch.optim.SGD`, with
+            groups of named parameters, `lr`, and the configuration's `options`.
+        schedule: A schedule instead of the one that `config` names: a function from the number of a step,
+            from 0, to the share of the highest learning rate.
+    """
+
+    config: OptimizerConfig | None = None
+    make: OptimizerFactory | None = None
+    schedule: Schedule | None = None
+
 
 _MAKERS: Mapping[str, OptimizerFactory] = {
     "adamw": torch.optim.AdamW,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 from shoal.run import Run
 from shoal.train.config import OptimizerConfig, TrainConfig, load_config
@@ -14,16 +16,17 @@ _COURSE = ("learning_rate", "schedule", "warmup", "decay", "final", "scaling", "
 _JUMP = 1.1  # a larger ratio of two rates is a jump
 
 
-def rate_change_of(run: Run, now: TrainConfig, made: int) -> str:
+def rate_change_of(run: Run, described: Mapping[str, Any], now: TrainConfig, made: int) -> str:
     """Describe how the learning rate of a resumed run goes on; empty if its course is unchanged.
 
     Args:
-        run: The run as it was.
+        run: The run.
+        described: Its description before it went on.
         now: The configuration that it goes on with.
         made: Number of steps made.
     """
     rates = {values["step"]: values.get("learning_rate") for values in run.metrics()}
-    return describe_rate_change(load_config(base=run.description["config"]), now, made, rates.get(made))
+    return describe_rate_change(load_config(base=described["config"]), now, made, rates.get(made))
 
 
 def describe_rate_change(before: TrainConfig, now: TrainConfig, made: int, last: float | None = None) -> str:

@@ -1,14 +1,18 @@
-"""The result of one optimizer step, and the way of its numbers from the device to the host."""
+"""The result of one optimizer step, the way of its numbers to the host, and who is told of it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import final
 
 import torch
 
-__all__ = ["StepResult", "ToHost"]
+from shoal.run import Decision
+
+__all__ = ["Callbacks", "StepResult", "ToHost"]
 
 
 @final
@@ -123,3 +127,20 @@ class StepResult:
         if self._coming is not None:
             self._values, self._coming = self._coming.read(), None
         return self._values
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Callbacks:
+    """The user's functions that a Trainer calls on every rank.
+
+    Attributes:
+        on_step: Called with each step's result.
+        on_validation: Called with the steps made and the values of each validation.
+        on_save: Called with the path of each checkpoint.
+        on_decision: Called with each decision about the exchange.
+    """
+
+    on_step: Callable[[StepResult], object] = lambda result: None
+    on_validation: Callable[[int, Mapping[str, float]], object] = lambda step, values: None
+    on_save: Callable[[Path], object] = lambda path: None
+    on_decision: Callable[[Decision], object] = lambda decision: None

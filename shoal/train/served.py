@@ -36,8 +36,8 @@ def plan_of_ranks(plan: SettledPlan, batch: int, servers: Servers | None) -> tup
     if exchange.is_served != (servers is not None):
         raise ConfigError(
             f"the Plan {plan} was given {'no' if servers is None else 'parameter'} servers",
-            possible="servers=shoal.server.Servers(...) with exchange=server or exchange=local,servers=1, as "
-            "`shoal train` gives it",
+            possible="runtime=shoal.train.Runtime(servers=shoal.server.Servers(...)) with exchange=server or "
+            "exchange=local,servers=1, as `shoal train` gives it",
             change="give the Trainer servers" if servers is None else "leave out servers",
         )
     if servers is None:

@@ -96,10 +96,9 @@ class TimeAccount:
         self._is_closed = True
 
     def close(self, reason: str) -> None:
-        """Write what is left, and that these ranks end, unless they failed; nobody is told any more."""
+        """Write and tell what is left, and that these ranks end, unless they failed."""
         if self._is_closed:
             return
-        self._told = lambda account: None
         self.write()
         self._write("ended", reason=reason)
         self._is_closed = True

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -15,6 +17,7 @@ from torch import nn
 from shoal.checkpoint import Coordinator, ProcessGroupCoordinator, SingleProcess
 from shoal.collectives import keep_freed_memory
 from shoal.data import Loader, are_packed, as_samples
+from shoal.errors import ConfigError
 from shoal.models import Transformer
 from shoal.parallel import Batch, Parallel, Replicas, own_device, parallelize, plan_of
 from shoal.parallel.compiled import compiled, uncompiled
@@ -33,22 +36,43 @@ from shoal.train.divided_loss import require_divided_loss
 from shoal.train.evaluate import Evaluation, Evaluator
 from shoal.train.guide import guide_of
 from shoal.train.held_out import HeldOut, accuracy, values_on
-from shoal.train.learning_rate import RateCourse, Schedule
-from shoal.train.listeners import Listeners
-from shoal.train.micro_batch import Counted, Loss, Reader
+from shoal.train.learning_rate import RateCourse
+from shoal.train.micro_batch import Loss, Reader, TrainingData
 from shoal.train.not_finite import Explainer, Skips, Unsettled
-from shoal.train.optimizer import OptimizerFactory, build_optimizer
+from shoal.train.optimizer import Optimization, build_optimizer
 from shoal.train.passes import Asked, Passes
 from shoal.train.randomness import begin_anew
-from shoal.train.result import StepResult
-from shoal.train.run_record import RunRecord
+from shoal.train.result import Callbacks, StepResult
+from shoal.train.run_writer import RunWriter, writer_of_trainer
 from shoal.train.saved import SavedTraining
 from shoal.train.saves import Begun, Extra, Saves, Told
 from shoal.train.served import plan_of_ranks, serve_optimizer, stale_guard_of
 from shoal.train.stepping import Stepping
 from shoal.train.update import Update
 
-__all__ = ["Trainer"]
+__all__ = ["Runtime", "Trainer"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Runtime:
+    """What a Plan runs with, beside its text.
+
+    Attributes:
+        servers: The parameter servers of the Plan. The ranks are then those of one worker.
+        offload_folder: Folder for the files of a Plan with `offload`; by default that of the Run.
+        held_out: With exchange=auto, what trials compare on. By default the loss of the samples that come
+            next, and for Shoal's own models next-token accuracy.
+        compare_replicas: Steps between comparisons of replicas' bits (`shoal.parallel.replicas`); 0 for none.
+        synchronise_buffers: Whether buffers that steps change are averaged over the ranks after each.
+        recorder: Recorder of spans, if they do not go into a Run.
+    """
+
+    servers: Servers | None = None
+    offload_folder: Path | str | None = None
+    held_out: HeldOut | None = None
+    compare_replicas: int = 100
+    synchronise_buffers: bool = False
+    recorder: Recorder | None = None
 
 
 @final
@@ -66,35 +90,22 @@ class Trainer:
 
     Args:
         model: A model that `shoal.parallelize` takes.
-        data: Samples, or a map-style dataset. `shoal.train.micro_batch` says what a batch may be.
+        data: Samples, or a map-style dataset; or `TrainingData`, which says how they are read.
+            `shoal.train.micro_batch` says what a batch may be.
         plan: A Plan or its text form.
         batch: Samples in one optimizer step, over all ranks.
         steps: Total number of optimizer steps, which the learning rate's course depends on.
         loss: A function from the model's output and the targets to the mean loss of a micro-batch. By default
             the loss in the output if batches are mappings, otherwise `shoal.models.next_token_loss`.
-        optimizer: The optimizer, its learning rate, clipping, and the number of steps that may be skipped.
-        make_optimizer: Makes the optimizer, instead of the one that `optimizer` names; called like
-            `torch.optim.SGD`, with groups of named parameters, `lr`, and `optimizer.options`.
-        schedule: A schedule instead of the one that `optimizer` names: a function from the number of a step,
-            from 0, to the share of the highest learning rate.
-        counted: A function from the targets of a micro-batch, or from the micro-batch if it is a mapping, to
-            the number of elements in its mean loss. By default integer targets count that are not -100; with
-            others, each sample counts as one.
+        optimizer: The optimizer, its learning rate, clipping, and the number of steps that may be skipped; or
+            `Optimization`, with an optimizer and a schedule of the user's own.
         seed: Determines the order of samples, the random numbers of data and model, and the first weights of
             a model on the meta device.
         device: Device on which this rank computes. The model is moved there; a GPU becomes the current one.
-        recorder: Recorder of spans.
-        sequence: Tokens of a sample; with it, pipeline stages are cut so that activations fit the devices.
-        workers: Processes that prepare data on this rank; see `shoal.data.open_feed`.
-        synchronise_buffers: Whether buffers that steps change are averaged over the ranks after each.
-        compare_replicas: Steps between comparisons of replicas' bits (`shoal.parallel.replicas`); 0 for none.
-        servers: The parameter servers of the Plan. The ranks are then those of one worker.
-        run: A directory for a Run that `shoal report` explains; a recorder of its own comes with it.
-        offload_folder: Folder for the files of a Plan with `offload`; by default `run`.
-        held_out: With exchange=auto, what trials compare on. By default the loss of the samples that come
-            next, and for Shoal's own models next-token accuracy.
-        on_step: Called with each step's result; `on_validation` with the steps made and the values of each
-            validation, `on_save` with the path of each checkpoint, `on_decision` with each on exchanges.
+        run: A directory for a Run that `shoal report` explains; a recorder of its own comes with it. Or the
+            writer of a Run, which the caller closes.
+        callbacks: Functions that are told of steps, validations, checkpoints and decisions.
+        runtime: What the Plan runs with, beside its text.
 
     Attributes:
         parallel: The model as it is laid over the ranks.
@@ -121,45 +132,40 @@ class Trainer:
         batch: int,
         steps: int,
         loss: Loss | None = None,
-        optimizer: OptimizerConfig | None = None,
-        make_optimizer: OptimizerFactory | None = None,
-        schedule: Schedule | None = None,
-        counted: Counted | None = None,
+        optimizer: OptimizerConfig | Optimization | None = None,
         seed: int = 0,
         device: torch.device | str = "cpu",
-        recorder: Recorder | None = None,
-        sequence: int | None = None,
-        workers: int = 0,
-        synchronise_buffers: bool = False,
-        compare_replicas: int = 100,
-        servers: Servers | None = None,
-        run: Path | str | None = None,
-        on_step: Callable[[StepResult], object] | None = None,
-        on_validation: Callable[[int, Mapping[str, float]], object] | None = None,
-        on_save: Callable[[Path], object] | None = None,
-        on_decision: Callable[[Decision], object] | None = None,
-        held_out: HeldOut | None = None,
-        offload_folder: Path | str | None = None,
+        run: Path | str | RunWriter | None = None,
+        callbacks: Callbacks | None = None,
+        runtime: Runtime | None = None,
     ) -> None:
-        require_arguments(model, steps, loss, optimizer)
+        chosen = optimizer if isinstance(optimizer, Optimization) else Optimization(optimizer)
+        require_arguments(model, steps, loss, chosen.config)
         model = uncompiled(model)
-        samples, plan = as_samples(data), plan_of(plan)
+        data = data if isinstance(data, TrainingData) else TrainingData(data)
+        runtime = Runtime() if runtime is None else runtime
+        samples, plan = as_samples(data.samples), plan_of(plan)
+        sequence, servers = data.sequence, runtime.servers
         self._device = own_device(device)
         whole, of_all = SettledPlan.of(plan, batch), batch
         own, batch = plan_of_ranks(whole, batch, servers)
         self.plan = with_compile(own, model, sequence, self._device)
-        self.config = optimizer if optimizer is not None else OptimizerConfig()
+        self.config = OptimizerConfig() if chosen.config is None else chosen.config
         self.steps, self.step_count, self.position = steps, 0, 0
         self.skips = Skips(self.config.skip)
         if self._device.type == "cpu":
             keep_freed_memory()
         settings = {"plan": str(self.plan), "seed": seed, "tokens_per_step": sequence and batch * sequence}
-        recorded = self.coordinator, model, self._device, settings, recorder
-        record = None if run is None else RunRecord(Path(run), *recorded)
-        self._listeners = Listeners(record, on_step, on_validation, on_save, on_decision)
-        self._recorder = (recorder if record is None else record.recorder) or NullRecorder()
+        recorder, ranks = runtime.recorder, self.coordinator
+        if run is None or isinstance(run, RunWriter):
+            writer = run
+        else:
+            writer = writer_of_trainer(Path(run), ranks, self._device, model, settings, recorder)
+        self._run, self._closes_run = writer, writer is not run
+        self._callbacks = callbacks or Callbacks()
+        self._recorder = (recorder if writer is None else writer.recorder) or NullRecorder()
         names = [name for name, _ in model.named_parameters()]
-        self._reader = Reader(model, loss, counted, packed=are_packed(samples), sequence=sequence)
+        self._reader = Reader(model, loss, data.counted, packed=are_packed(samples), sequence=sequence)
         self._loader = Loader(samples, seed=seed, batch_size=batch)
         self.parallel: Parallel = parallelize(
             model,
@@ -168,26 +174,48 @@ class Trainer:
             seed=seed,
             device=self._device,
             recorder=self._recorder,
-            offload_folder=run if offload_folder is None else offload_folder,
+            offload_folder=runtime.offload_folder or (None if writer is None else writer.run.path),
         )
         if self.parallel.plan.compile == "blocks":
             self._reader.compile_loss(compiled)
         if is_own := isinstance(model, Transformer) and self._reader.is_default_loss:
             limit_logits(model, self.plan, self._device)
         require_divided_loss(self.parallel, self._reader, samples, seed)
-        self._listeners.laid_out(self.parallel.plan)
-        self.optimizer = build_optimizer(self.parallel, self.config, of_all, make_optimizer)
+        self.optimizer = build_optimizer(self.parallel, self.config, of_all, chosen.make)
         if servers is not None:
-            given = whole, steps, servers, self.coordinator, self._recorder
-            self.optimizer = serve_optimizer(self.parallel, self.optimizer, self.config, *given)
+            self.optimizer = serve_optimizer(
+                self.parallel,
+                self.optimizer,
+                self.config,
+                whole,
+                steps,
+                servers,
+                self.coordinator,
+                self._recorder,
+            )
         self.exchange = exchange_of(self.optimizer, self.parallel)
+        if writer is not None:
+            writer.laid_out(self.parallel.plan if servers is None else whole, self.exchange)
         microbatch = self.plan.microbatch
-        replicas = Replicas(self.parallel, compare_replicas)
-        laid_out = self.parallel, self.optimizer, self.coordinator, replicas
-        self.saved = SavedTraining(*laid_out, plan=str(self.plan if servers is None else whole), seed=seed)
-        self.saves = Saves(self.saved, self._listeners.saved, self._recorder, self.coordinator)
-        inputs = self.parallel, self._loader, self._reader, self._recorder
-        self._passes = Passes(*inputs, microbatch=microbatch, workers=workers, device=self._device)
+        replicas = Replicas(self.parallel, runtime.compare_replicas)
+        self.saved = SavedTraining(
+            self.parallel,
+            self.optimizer,
+            self.coordinator,
+            replicas,
+            plan=str(self.plan if servers is None else whole),
+            seed=seed,
+        )
+        self.saves = Saves(self.saved, self._callbacks.on_save, self._recorder, self.coordinator)
+        self._passes = Passes(
+            self.parallel,
+            self._loader,
+            self._reader,
+            self._recorder,
+            microbatch=microbatch,
+            workers=data.workers,
+            device=self._device,
+        )
         update = Update(self.parallel, self.optimizer, self.config.clip)
         self._stepping = Stepping(
             self.parallel,
@@ -195,11 +223,11 @@ class Trainer:
             self._passes,
             update,
             self.exchange,
-            RateCourse(self.optimizer, self.config, steps=steps, batch=of_all, schedule=schedule),
+            RateCourse(self.optimizer, self.config, steps=steps, batch=of_all, schedule=chosen.schedule),
             ChangingBuffers(self.parallel.module),
             self._recorder,
             replicas,
-            synchronise_buffers,
+            runtime.synchronise_buffers,
             steps,
         )
         self._explainer = Explainer(self.parallel, self._loader, names, microbatch)
@@ -212,12 +240,13 @@ class Trainer:
             steps=steps,
             batch=batch,
             coordinator=self.coordinator,
-            evaluate=values_on(held_out, self._evaluator, self._loader, tasks),
-            decided=self._listeners.decided,
+            evaluate=values_on(runtime.held_out, self._evaluator, self._loader, tasks),
+            decided=self._decided,
         )
         curvature = Curvature(self.parallel, self._loader, self._reader, microbatch)
-        guarded = self.optimizer, whole, self.config, curvature, batch
-        self._stale_guard = stale_guard_of(*guarded, self._listeners.decided)
+        self._stale_guard = stale_guard_of(
+            self.optimizer, whole, self.config, curvature, batch, self._decided
+        )
         self._defers = self._device.type != "cpu" and update.is_on_device
         self._unsettled: Unsettled | None = None
         begin_anew(seed, 0, self.parallel.axes.data.index)
@@ -243,36 +272,39 @@ class Trainer:
             ReplicaError: Replicas hold different bits.
             RunError: The directory of the Run holds a run, and no checkpoint of it was loaded.
         """
-        self._listeners.begin_step()
-        self.saves.poll()
-        began = time.perf_counter()
-        with self._listeners.measured(self.parallel, self.optimizer, self.step_count + 1):
-            made = self._stepping.make(self.step_count, self.position, stop=stop)
-        turn, passed = made.turn, made.passed
-        result = StepResult(
-            turn.step + 1,
-            passed.loss,
-            self.exchange.norm_of_workers(made.norm.whole),
-            passed.stop,
-            learning_rate=made.rate,
-            tokens=round(passed.tokens * self.parallel.axes.data.size * made.progress.shares),
-            seconds=made.seconds,
-        )
-        before, self._unsettled = self._unsettled, Unsettled(result, turn.position, passed.losses, made.norm)
-        self.step_count, self.position = made.progress.steps, made.progress.position
-        if self._defers:
-            self.optimizer.zero_grad()
-            if before is not None:
-                self._report(before)
-            result.seconds = time.perf_counter() - began
-        else:
-            self.settle()
-        self.skips.require_progress()
-        if self._guide is not None and not result.stop:
-            self._guide.advance(made)
-        if self._stale_guard is not None:
-            self._stale_guard.advance(made)
-        return result
+        run = self._run
+        with nullcontext() if run is None else run.step(lambda: self.step_count):
+            self.saves.poll()
+            began = time.perf_counter()
+            number = self.step_count + 1
+            with nullcontext() if run is None else run.measured(self.parallel, self.optimizer, number):
+                made = self._stepping.make(self.step_count, self.position, stop=stop)
+            turn, passed = made.turn, made.passed
+            result = StepResult(
+                turn.step + 1,
+                passed.loss,
+                self.exchange.norm_of_workers(made.norm.whole),
+                passed.stop,
+                learning_rate=made.rate,
+                tokens=round(passed.tokens * self.parallel.axes.data.size * made.progress.shares),
+                seconds=made.seconds,
+            )
+            unsettled = Unsettled(result, turn.position, passed.losses, made.norm)
+            before, self._unsettled = self._unsettled, unsettled
+            self.step_count, self.position = made.progress.steps, made.progress.position
+            if self._defers:
+                self.optimizer.zero_grad()
+                if before is not None:
+                    self._report(before)
+                result.seconds = time.perf_counter() - began
+            else:
+                self.settle()
+            self.skips.require_progress()
+            if self._guide is not None and not result.stop:
+                self._guide.advance(made)
+            if self._stale_guard is not None:
+                self._stale_guard.advance(made)
+            return result
 
     def settle(self) -> None:
         """Wait for the last step, and report its result, unless that is done; all ranks call it together."""
@@ -304,10 +336,13 @@ class Trainer:
                 batches. All ranks give one, or none does.
         """
         self.settle()
-        with self._listeners.part("validation"):
+        with self._part("validation"):
             values = self._evaluator(as_samples(samples), count, functions or {}, stop)
+        if values and self._run is not None:
+            logged = {"validation_loss" if name == "loss" else name: each for name, each in values.items()}
+            self._run.log(self.step_count, logged)
         if values:
-            self._listeners.validated(self.step_count, values)
+            self._callbacks.on_validation(self.step_count, values)
         return values
 
     def save(self, directory: Path | str | None = None, extra: Extra = None) -> Path:
@@ -321,7 +356,7 @@ class Trainer:
             CheckpointError: It could not be written; training can go on.
             ConfigError: There is neither a directory nor a Run.
         """
-        with self._listeners.part("save"):
+        with self._part("save"):
             return self.saves.now(*self.to_save(directory, extra))
 
     def save_in_background(
@@ -336,7 +371,7 @@ class Trainer:
             keep: Number of newest checkpoints in the directory that stay; 0 keeps all.
             told: Called with the end of the save, in place of a warning if it failed.
         """
-        with self._listeners.part("save"):
+        with self._part("save"):
             return self.saves.begin(*self.to_save(directory, extra), keep, told)
 
     def finish_saving(self) -> None:
@@ -354,7 +389,15 @@ class Trainer:
         }
         if self._guide is not None:
             state["exchange"] = self._guide.kept()
-        return Path(directory or self._listeners.checkpoints), self.step_count, state
+        if directory is None and self._run is not None:
+            directory = self._run.run.checkpoints
+        if directory is None:
+            raise ConfigError(
+                "save() of a Trainer without a Run was called without a directory",
+                possible="a directory of checkpoints, or a Trainer with run=",
+                change="give save() a directory",
+            )
+        return Path(directory), self.step_count, state
 
     def load(self, checkpoint: Path | str) -> Mapping[str, Any]:
         """Load the state of a checkpoint, which any number of ranks under any Plan may have saved.
@@ -378,16 +421,31 @@ class Trainer:
         self.skips.total, self.skips.in_a_row = state["skipped"]
         if self._guide is not None:
             self._guide.restart(self.step_count, self.position, state.get("exchange", {}))
-        self._listeners.loaded(self.step_count)
+        if self._run is not None:
+            self._run.loaded(self.step_count)
         return state
 
     def close(self) -> None:
         """Wait for the last save, end processes that prepare data (a step restarts them), close the Run."""
-        self.saves.close(sys.exc_info()[1])
+        error = sys.exc_info()[1]
+        self.saves.close(error)
         if self._unsettled is not None and self._unsettled.result.is_finite:
             self.settle()  # otherwise ranks would look for the reason together, and one may be gone
         self._passes.close()
-        self._listeners.close()
+        if self._run is not None and self._closes_run:
+            if error is not None:
+                self._run.failed(error)
+            self._run.close("the Trainer was closed")
+
+    def _part(self, name: str) -> AbstractContextManager[None]:
+        """Return a context for work beside the steps, whose time the Run notes."""
+        return nullcontext() if self._run is None else self._run.part(name)
+
+    def _decided(self, decision: Decision) -> None:
+        """Report a decision about the exchange."""
+        if self._run is not None:
+            self._run.decided(decision)
+        self._callbacks.on_decision(decision)
 
     def _report(self, step: Unsettled) -> None:
         """Read the values of a step, find the reason if it was left out, and report it."""
@@ -399,4 +457,6 @@ class Trainer:
         else:
             result.explain(self._explainer.reason(step, has_gradients=not self._defers))
         self.skips.note(result.step, result.skipped)
-        self._listeners.stepped(result)
+        if self._run is not None:
+            self._run.log(result.step, result.values())
+        self._callbacks.on_step(result)

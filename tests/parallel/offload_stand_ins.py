@@ -14,7 +14,7 @@ from shoal.errors import OffloadError, ShoalError
 from shoal.models import build, next_token_loss
 from shoal.parallel import OffloadedOptimizer, parallelize
 from shoal.parallel.offload import stored_activations
-from shoal.train import OptimizerConfig, Trainer
+from shoal.train import Optimization, OptimizerConfig, Runtime, Trainer
 
 STEPS, BATCH, SEQUENCE = 5, 8, 12
 BLOCK = 4096
@@ -55,9 +55,10 @@ def trainer_of(
         steps=STEPS,
         seed=3,
         loss=loss,
-        make_optimizer=make,
-        optimizer=OptimizerConfig(warmup=2, learning_rate=1e-2, options=options, **settings),
-        offload_folder=folder,
+        optimizer=Optimization(
+            OptimizerConfig(warmup=2, learning_rate=1e-2, options=options, **settings), make=make
+        ),
+        runtime=Runtime(offload_folder=folder),
     )
 
 

@@ -20,7 +20,7 @@ from shoal.parallel.exchange.fragments import fragments_of
 from shoal.plan import Plan
 from shoal.server import Server, Servers
 from shoal.testing import RankPool
-from shoal.train import OptimizerConfig, Trainer
+from shoal.train import OptimizerConfig, Runtime, Trainer
 
 __all__ = ["Pools", "Told", "run_case"]
 
@@ -100,8 +100,10 @@ def _trainer(case: Case, plan: str, addresses: Any) -> Trainer:
         steps=STEPS,
         seed=SEED,
         optimizer=config,
-        compare_replicas=1,
-        servers=None if addresses is None else Servers(addresses, "word", timeout=60),
+        runtime=Runtime(
+            compare_replicas=1,
+            servers=None if addresses is None else Servers(addresses, "word", timeout=60),
+        ),
     )
 
 

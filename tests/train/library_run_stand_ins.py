@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from shoal.errors import RunError
-from shoal.train import OptimizerConfig, Trainer
+from shoal.train import Callbacks, OptimizerConfig, Trainer
 
 
 def dataset() -> TensorDataset:
@@ -40,9 +40,11 @@ def leave_a_run(plan: str, folder: Path) -> dict[str, list[Any]]:
     trainer = trainer_of(
         plan,
         folder,
-        on_step=lambda result: told["steps"].append(result.step),
-        on_validation=lambda step, values: told["validations"].append((step, sorted(values))),
-        on_save=lambda path: told["saved"].append(path.name),
+        callbacks=Callbacks(
+            on_step=lambda result: told["steps"].append(result.step),
+            on_validation=lambda step, values: told["validations"].append((step, sorted(values))),
+            on_save=lambda path: told["saved"].append(path.name),
+        ),
     )
     for _ in range(4):
         trainer.step()

@@ -16,7 +16,7 @@ import torch
 
 from shoal.data import as_samples
 from shoal.models import build
-from shoal.train import OptimizerConfig, Trainer
+from shoal.train import OptimizerConfig, Runtime, Trainer, TrainingData
 
 STEPS, BATCH, SEQUENCE = 3, 2, 32
 SHAPE = {
@@ -48,13 +48,12 @@ def main(plan: str, limit: str, folder: str) -> None:
     try:
         trainer = Trainer(
             model,
-            data,
+            TrainingData(data, sequence=SEQUENCE),
             plan,
             batch=BATCH,
             steps=STEPS,
             optimizer=OptimizerConfig(warmup=1),
-            sequence=SEQUENCE,
-            offload_folder=folder,
+            runtime=Runtime(offload_folder=folder),
         )
         losses = [trainer.step().loss for _ in range(STEPS)]
         trainer.close()

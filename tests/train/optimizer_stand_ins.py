@@ -13,7 +13,7 @@ from shoal.data import Loader, as_samples
 from shoal.errors import ShoalError
 from shoal.models import Transformer, TransformerConfig
 from shoal.parallel import parallelize, parts_of
-from shoal.train import OptimizerConfig, Trainer
+from shoal.train import Optimization, OptimizerConfig, Trainer
 from shoal.train.optimizer import build_optimizer
 
 BATCH, STEPS = 8, 6
@@ -81,9 +81,11 @@ def trainer_of(plan: str, maker: str | None, settings: dict[str, Any], **options
         batch=BATCH,
         steps=STEPS,
         loss=F.mse_loss,
-        optimizer=OptimizerConfig(warmup=1, learning_rate=1e-2, **settings),
-        make_optimizer=None if maker is None else MAKERS[maker],
-        **options,
+        optimizer=Optimization(
+            OptimizerConfig(warmup=1, learning_rate=1e-2, **settings),
+            make=None if maker is None else MAKERS[maker],
+            **options,
+        ),
     )
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from shoal.data import MapSamples
 from shoal.parallel import Split, TensorLayout
-from shoal.train import OptimizerConfig, Trainer
+from shoal.train import OptimizerConfig, Runtime, Trainer, TrainingData
 
 BATCH, SAMPLES, STEPS = 8, 32, 6
 
@@ -77,7 +77,8 @@ class Normed(nn.Module):
 
 
 def trainer_of(model: nn.Module, plan: str, **options: Any) -> Trainer:
-    data = options.pop("data", None) or MapSamples(Drawing(), collate=collate)
+    samples, workers = options.pop("data", None), options.pop("workers", 0)
+    data = TrainingData(samples or MapSamples(Drawing(), collate=collate), workers=workers)
     optimizer = OptimizerConfig(warmup=1, learning_rate=1e-2)
     return Trainer(
         model, data, plan, batch=BATCH, steps=STEPS, seed=5, loss=F.mse_loss, optimizer=optimizer, **options
@@ -161,7 +162,7 @@ def norm_loaded(plan: str, path: Path) -> tuple[list[float], int]:
 
 def norm_synchronised(plan: str) -> tuple[list[float], list[float]]:
     """The statistics of a rank with the setting, and the mean over ranks without it, after a step."""
-    together = trainer_of(Normed(), plan, synchronise_buffers=True)
+    together = trainer_of(Normed(), plan, runtime=Runtime(synchronise_buffers=True))
     together.step()
     apart = trainer_of(Normed(), plan)
     apart.step()

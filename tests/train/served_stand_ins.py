@@ -12,7 +12,7 @@ from torch import nn
 
 from shoal.server import Server, Servers
 from shoal.testing import RankPool
-from shoal.train import OptimizerConfig, Trainer
+from shoal.train import OptimizerConfig, Runtime, Trainer
 
 STEPS, SAMPLES = 6, 16
 
@@ -79,7 +79,7 @@ def train_masked(plan: str, addresses: Any, classes: bool) -> dict[str, Any]:
             batch=8,
             steps=STEPS,
             optimizer=OptimizerConfig(learning_rate=1e-2, clip=1.0, skip=0),
-            servers=None if addresses is None else Servers(addresses, "word", timeout=120),
+            runtime=Runtime(servers=None if addresses is None else Servers(addresses, "word", timeout=120)),
         )
     )
 
@@ -96,7 +96,7 @@ def train(plan: str, addresses: Any, clip: float | None) -> dict[str, Any]:
             steps=STEPS,
             loss=nn.functional.mse_loss,
             optimizer=OptimizerConfig(learning_rate=1e-2, clip=clip),
-            servers=None if addresses is None else Servers(addresses, "word", timeout=120),
+            runtime=Runtime(servers=None if addresses is None else Servers(addresses, "word", timeout=120)),
         )
     )
 

@@ -22,7 +22,7 @@ def adam(model):
         ({"steps": 0}, ConfigError, "steps=0"),
         ({"loss": "mse"}, ConfigError, "loss='mse'"),
         ({"optimizer": "adamw"}, ConfigError, "a str was given as the optimizer"),
-        ({"optimizer": adam(nn.Linear(2, 2))}, ConfigError, "make_optimizer="),
+        ({"optimizer": adam(nn.Linear(2, 2))}, ConfigError, r"Optimization\(config, make="),
     ],
 )
 def test_a_trainer_refuses_arguments_that_it_cannot_use(changes, error, words):

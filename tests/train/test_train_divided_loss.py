@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from shoal import Trainer
 from shoal.errors import ModelError
 from shoal.models import Transformer, TransformerConfig
-from shoal.train import OptimizerConfig
+from shoal.train import OptimizerConfig, TrainingData
 
 VOCABULARY, SEQ = 61, 16
 SHAPE = TransformerConfig(vocab_size=VOCABULARY, layers=1, hidden=32, heads=4, kv_heads=2, ffn=48, seq=SEQ)
@@ -49,7 +49,8 @@ def trained(plan, loss, counted=None):
     rates = OptimizerConfig(name="sgd", learning_rate=0.1, warmup=1, clip=None)
     data = torch.utils.data.TensorDataset(tokens[:, :-1], targets)
     try:
-        trainer = Trainer(model, data, plan, batch=4, steps=2, loss=loss, counted=counted, optimizer=rates)
+        read = TrainingData(data, counted=counted)
+        trainer = Trainer(model, read, plan, batch=4, steps=2, loss=loss, optimizer=rates)
     except ModelError as error:
         return str(error)
     results = [trainer.step() for _ in range(2)]

@@ -12,7 +12,7 @@ from shoal.parallel.communication import Axis
 from shoal.parallel.exchange import guided_updates
 from shoal.plan import Plan
 from shoal.planner import DENSE
-from shoal.train import HeldOut, OptimizerConfig, guide, measured_exchange, stepping
+from shoal.train import Callbacks, HeldOut, OptimizerConfig, Runtime, guide, measured_exchange, stepping
 from shoal.train.guards import Compared, HeldOutValues, Stray, Watch, compared
 from shoal.train.passes import Passes
 
@@ -84,7 +84,7 @@ def guided(
     """Decisions, and the weights after the last step."""
     decisions = []
     settings = {"optimizer": OptimizerConfig(warmup=2, learning_rate=3e-3), **options}
-    trainer = make_trainer(plan, steps=steps, on_decision=decisions.append, **settings)
+    trainer = make_trainer(plan, steps=steps, callbacks=Callbacks(on_decision=decisions.append), **settings)
     if load is not None:
         trainer.load(load)
     with network or Clock(last=0) as links:
@@ -340,7 +340,8 @@ def with_a_task(plan):
     samples = [(torch.arange(12), torch.arange(12))] * 4
     held_out = HeldOut(samples, count=4, functions={"task": task})
     still = OptimizerConfig(learning_rate=1e-7)  # losses are equal
-    decisions, _, _ = guided(plan, 40, network=Clock(), held_out=held_out, optimizer=still)
+    runtime = Runtime(held_out=held_out)
+    decisions, _, _ = guided(plan, 40, network=Clock(), runtime=runtime, optimizer=still)
     return [each.reason for each in decisions]
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from library_run_stand_ins import go_on_with_it, leave_a_run, refusal_of
 
 import shoal
+from shoal import train
 from shoal.cli.main import main
 from shoal.run import Run
 
@@ -54,3 +56,14 @@ def test_a_directory_that_holds_something_else_is_refused_on_every_rank(ranks, t
     (tmp_path / "mine.txt").write_text("mine")
     for message in ranks.run(refusal_of, 2, tmp_path):
         assert "exists already, and a run is never overwritten" in message
+
+
+def test_one_file_of_training_opens_all_that_a_run_holds():
+    """The command and the library have one writer, so that what one of them leaves, the other leaves too."""
+    opened = ("TimeAccount(", "MetricsWriter(", "MemoryRecord(", "claim_together(", "write_decision(")
+    opened += ("exchange_clocks(", "open_recorder(", ".describe(")
+    files = {path.name: path.read_text() for path in Path(train.__file__).parent.glob("*.py")}
+    for name in opened:
+        assert [file for file, text in files.items() if name in text.replace(f"def {name}", "")] == [
+            "run_writer.py"
+        ], name

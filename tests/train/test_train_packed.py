@@ -12,7 +12,7 @@ from shoal.models import Documents, Transformer, TransformerConfig, next_token_l
 from shoal.models.transformer import causal_attention, positions_from_zero
 from shoal.plan import Plan
 from shoal.run import Run
-from shoal.train import Trainer
+from shoal.train import Trainer, TrainingData
 
 END, SEQ, BATCH, STEPS = 0, 32, 4, 2
 SHAPE = {"vocab_size": 61, "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "seq": SEQ}
@@ -134,7 +134,7 @@ def test_the_loss_of_packed_samples_is_the_mean_over_their_documents_apart(kind)
 
 def train(kind, plan):
     """Losses and weights after some steps."""
-    trainer = Trainer(build(kind), samples(), plan, batch=BATCH, steps=STEPS, sequence=SEQ)
+    trainer = Trainer(build(kind), TrainingData(samples(), sequence=SEQ), plan, batch=BATCH, steps=STEPS)
     losses = [trainer.step().loss for _ in range(STEPS)]
     losses.append(trainer.validate(samples(), 6))
     trainer.close()

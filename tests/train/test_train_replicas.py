@@ -18,6 +18,7 @@ from shoal.models import next_token_loss
 from shoal.parallel.owned import checksum
 from shoal.plan import Plan
 from shoal.run import Run
+from shoal.train import Runtime
 
 PLANS = [
     "dp=4",
@@ -36,7 +37,7 @@ PLANS = [
 
 def train_compared(plan: str) -> int | None:
     """Train with a comparison in each step; return the last step before which replicas were equal."""
-    trainer = make_trainer(plan, compare_replicas=1)
+    trainer = make_trainer(plan, runtime=Runtime(compare_replicas=1))
     for _ in range(STEPS):
         trainer.step()
     trainer.close()
@@ -72,7 +73,7 @@ def train_with_a_flip(
 ) -> tuple[str, str]:
     """Train; after three steps a bit flips on one rank. Return this rank's error and its text."""
     loss = FlippingLoss(name, bit)
-    trainer = make_trainer(plan, compare_replicas=every, loss=loss)
+    trainer = make_trainer(plan, runtime=Runtime(compare_replicas=every), loss=loss)
     for _ in range(3):
         trainer.step()
     if torch.distributed.get_rank() == rank and is_computing:
@@ -135,7 +136,7 @@ def test_a_flip_waits_for_the_next_comparison_and_none_is_made_if_none_is_wanted
 
 
 def save_with_a_flip(folder):
-    trainer = make_trainer("dp=4", compare_replicas=100)
+    trainer = make_trainer("dp=4", runtime=Runtime(compare_replicas=100))
     trainer.step()
     if torch.distributed.get_rank() == 1:
         flip(trainer.parallel.owned[0].local, 3)

@@ -11,7 +11,7 @@ from turns import Turns
 from shoal.parallel.exchange.stability import most_stable_step
 from shoal.run import Run
 from shoal.server import Server, Servers
-from shoal.train import OptimizerConfig, Trainer
+from shoal.train import OptimizerConfig, Runtime, Trainer
 from shoal.train.curvature import Curvature
 
 WORKERS, STEPS, LARGEST = 4, 120, 5.0
@@ -102,7 +102,7 @@ def served(tmp_path, config, turns):
         way = Servers([server.address], "word", timeout=120)
         turns.guide(number, way)
         record = {"run": tmp_path / "run"} if number == 0 else {}
-        one = trainer(plan, config, servers=way, **record)
+        one = trainer(plan, config, runtime=Runtime(servers=way), **record)
         while one.step_count < STEPS and one.exchange.worker < WORKERS:
             one.step()
             if one.optimizer.is_over:

@@ -9,9 +9,8 @@ from collections import defaultdict
 import pytest
 from run_stand_ins import shoal
 
-from shoal.record import Logger, Loggers
+from shoal.record import Destinations, Logger
 from shoal.run import account
-from shoal.train import execution
 
 # The schedule is called at the beginning of each step, on every rank. A command that goes on has no fault.
 FAULTS = """
@@ -110,7 +109,7 @@ def seconds_of_steps(path):
 
 def test_receivers_of_metrics_get_the_account_and_the_metrics_file_does_not(tiny_run, tmp_path, monkeypatch):
     received = Received()
-    monkeypatch.setattr(execution, "open_destinations", lambda *_: Loggers([received]))
+    monkeypatch.setattr(Destinations, "open", lambda *_: [received])
     code, _, told = shoal(["train", *tiny_run, "--nproc", "1", "--set", "steps=5", "--run", "one"], tmp_path)
     assert code == 0, told
     assert received.is_closed

@@ -13,7 +13,7 @@ from skip_stand_ins import SPOILED, Spoiled, state_of, trainer_of
 
 from shoal.models import Transformer, TransformerConfig
 from shoal.parallel import local_part
-from shoal.train import OptimizerConfig, Trainer
+from shoal.train import Callbacks, OptimizerConfig, Trainer
 
 SHAPE = {"vocab_size": 31, "layers": 2, "hidden": 16, "heads": 4, "kv_heads": 2, "ffn": 24, "seq": 8}
 PLANS = ("dp=1", "dp=2,shard=zero1,microbatch=2", "dp=2,shard=zero3,recompute=full", "tp=2", "cp=2", "pp=2")
@@ -31,7 +31,8 @@ OF_THE_HOST = {
 def run(plan, defers):
     """Four steps, one of which is skipped: when results are told, what they say, and what is left."""
     told = []
-    trainer = trainer_of(plan, Spoiled(SPOILED), 3, on_step=lambda result: told.append(result.step))
+    heard_of = Callbacks(on_step=lambda result: told.append(result.step))
+    trainer = trainer_of(plan, Spoiled(SPOILED), 3, callbacks=heard_of)
     trainer._defers = defers
     heard, results = [], []
     for _ in range(4):

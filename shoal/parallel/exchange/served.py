@@ -308,8 +308,8 @@ class ServedUpdates(WorkerUpdates):
                 loss = self.loss.item() if self.loss is not None else 0.0
                 loss = loss if self._made else math.nan
                 each = 1.0 if self.is_local or self.elements is None else self.elements
-                told = self.worker, self._clock, self._made * each, loss, self.failed
-                decision = self._servers.arrive(*told)
+                weight = self._made * each
+                decision = self._servers.arrive(self.worker, self._clock, weight, loss, self.failed)
         decision = self._ranks.all_gather_object(decision)[0]
         assert decision is not None
         self._note(decision, max(stale))
@@ -332,9 +332,15 @@ class ServedUpdates(WorkerUpdates):
     def _pull(self, decision: Decision, factor: float = 1.0) -> None:
         """Take the servers' values, or the view of them that all workers have."""
         returns = self._servers.returns
-        given = self._ranks.rank, self._values, decision, self._terms.patience
-        base, codec = self._versions, self._codec
-        self._versions = self._servers.pull(*given, factor=factor, codec=codec, base=base)
+        self._versions = self._servers.pull(
+            self._ranks.rank,
+            self._values,
+            decision,
+            self._terms.patience,
+            factor=factor,
+            codec=self._codec,
+            base=self._versions,
+        )
         if self._servers.returns > returns:
             self._pushes.forget()
         self._unpack(self._values)

@@ -1,0 +1,341 @@
+"""The writer of a run: what a training leaves in its directory beside checkpoints.
+
+`shoal train` and a Trainer of the library have one each, on every rank. The first rank describes the run and
+claims it. Every rank writes its Timeline and its memory. The rank that leads writes metrics, decisions, the
+account of time, and what people read.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from shoal.checkpoint import Coordinator
+from shoal.cluster import peak_flops
+from shoal.errors import ConfigError, RunError, ShoalError
+from shoal.models import Transformer
+from shoal.parallel import Parallel
+from shoal.parallel.exchange.worker_exchange import WorkerExchange
+from shoal.plan import Plan
+from shoal.record import (
+    ClockExchange,
+    Loggers,
+    Marks,
+    MetricsWriter,
+    NullRecorder,
+    Recorder,
+    ShiftedRecorder,
+    exchange_clocks,
+    open_recorder,
+)
+from shoal.release import release
+from shoal.run import Account, Decision, Run, absolute, shown, write_decision
+from shoal.train.claim_together import claim_together
+from shoal.train.record_config import RecordConfig
+from shoal.train.step_memory import MemoryRecord
+from shoal.train.time_account import TimeAccount
+
+__all__ = ["RunWriter", "WritingRank", "describe_device", "describe_run", "writer_of_trainer"]
+
+
+def describe_device(device: torch.device, plan: Plan) -> dict[str, Any]:
+    """Return the description in run.json of the ranks' devices."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    peak = peak_flops(name, plan.precision) if device.type == "cuda" else None
+    return {"type": device.type, "name": name, "peak_flops": peak}
+
+
+def describe_run(
+    path: Path, ranks: int, model: str, parameters: int, flops_per_token: float | None
+) -> dict[str, Any]:
+    """Return what run.json holds of every run.
+
+    Args:
+        path: The run's directory.
+        ranks: Number of ranks.
+        model: Name of the model.
+        parameters: Number of its parameters.
+        flops_per_token: FLOP of a token in forward and backward; None if they are not known.
+    """
+    return {
+        "name": path.name,
+        "created": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "world_size": ranks,
+        "model": {"name": model, "parameters": parameters, "flops_per_token": flops_per_token},
+        "versions": {"shoal": release(), "torch": torch.__version__, "python": platform.python_version()},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class WritingRank:
+    """A rank that writes a Run.
+
+    Attributes:
+        ranks: The ranks of its worker, which open the Run together.
+        device: Device on which it computes.
+        begins: Whether it is the first rank of all, which describes and claims the Run.
+        say: Prints one line, such as a failure of this rank to write.
+        first: Number of its worker's first rank among the ranks of all workers.
+        towards: Address of the host where the ranks meet; see `shoal.record.exchange_clocks`.
+    """
+
+    ranks: Coordinator
+    device: torch.device
+    begins: bool
+    say: Callable[[str], object]
+    first: int = 0
+    towards: str = ""
+
+    @property
+    def number(self) -> int:
+        """Number of the rank among those of all workers."""
+        return self.first + self.ranks.rank
+
+
+@final
+class RunWriter:
+    """Write a Run. All ranks make one together, once the directory is there, and call its methods.
+
+    Args:
+        run: The Run.
+        described: Its description, as far as it is known before the model is laid out.
+        rank: This rank.
+        config: What is recorded.
+        goes_on: Whether the Run existed before, so that a checkpoint has to be loaded.
+        recorder: Recorder of spans, if they do not go into the Run.
+
+    Attributes:
+        run: The Run.
+        recorder: Recorder of spans.
+        marks: Marks that are made with each span.
+
+    Raises:
+        RunError: On all ranks: another process writes the Run.
+        ConfigError: NVTX ranges were asked for where there is no GPU.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        described: Mapping[str, Any],
+        rank: WritingRank,
+        config: RecordConfig,
+        *,
+        goes_on: bool,
+        recorder: Recorder | None = None,
+    ) -> None:
+        self.run = run
+        self.marks = Marks()
+        self._described = dict(described)
+        self._rank = rank
+        self._config = config
+        self._goes_on = goes_on
+        self._opened = time.time()
+        self._exchange: WorkerExchange | None = None  # until the model is laid out
+        self._time: TimeAccount | None = None
+        self._compiled: Callable[[int], float] = lambda step: 0.0
+        self._claim = claim_together(rank.ranks, run, rank.say, acts=rank.begins)
+        self._owns_recorder = recorder is None
+        self.recorder: Recorder = self._open_recorder() if recorder is None else recorder
+        self._clocks = self._compare_clocks() if config.timeline and recorder is None else ClockExchange()
+        memory = run.memory_file(rank.number) if config.memory else None
+        self._memory = MemoryRecord(memory, rank.number, self.say)
+        self._destinations = self._loggers = Loggers([])
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the rank that writes what all share, and speaks for all."""
+        if self._exchange is None or self._exchange.worker < 0:
+            return self._rank.begins
+        return self._rank.ranks.rank == 0 and self._exchange.leads
+
+    def say(self, text: str) -> None:
+        """Print a line on the rank that leads."""
+        if self.leads:
+            self._rank.say(text)
+
+    def begin(
+        self, launched: float, processes: int, compiled: Callable[[int], float] = lambda step: 0.0
+    ) -> TimeAccount:
+        """Begin, and return, the account of time; without this call it begins with the first step.
+
+        Args:
+            launched: When the command that started the ranks began, in seconds since the epoch.
+            processes: Number of processes.
+            compiled: Returns the seconds that compiling took of a step that has ended.
+        """
+        self._compiled = compiled
+        self._time = TimeAccount(self.run, launched, processes, self._rank.begins, self._tell_account)
+        return self._time
+
+    def laid_out(self, plan: Plan, exchange: WorkerExchange) -> None:
+        """Note the final Plan and the exchange, and open what takes the values of steps."""
+        self._exchange = exchange
+        self._described |= {"plan": str(plan), "device": describe_device(self._rank.device, plan)}
+        if self.leads and not self._goes_on:
+            self.run.describe(self._described)
+        if self._rank.ranks.rank == 0:
+            say = self._rank.say
+            self._destinations = Loggers(self._config.destinations().open(self.run, say), say=say)
+            metrics = MetricsWriter(self.run.metrics_file, say=say)
+            self._loggers = Loggers([metrics, self._destinations], say=say)
+
+    def loaded(self, step: int) -> None:
+        """Note that the Run goes on after step number `step`, and describe it as it is now."""
+        if self._goes_on and self.leads:
+            before = self.run.description
+            settings = ("plan", "world_size", "tokens_per_step", "device")
+            is_same = all(before.get(name) == self._described[name] for name in settings)
+            since = before.get("since_step") if is_same else step + 1
+            self.run.describe({**self._described, "created": before["created"], "since_step": since})
+        self._goes_on = False
+
+    @contextmanager
+    def step(self, made: Callable[[], int]) -> Iterator[None]:
+        """Return a context for a step, whose time is noted; `made` returns the number of steps made.
+
+        Raises:
+            RunError: The directory held a Run, and no checkpoint was loaded.
+        """
+        if self._goes_on:
+            raise RunError(
+                f"{shown(self.run.path)} holds a run, and a new run would overwrite it",
+                possible="a new directory, or the run's own Trainer with one of its checkpoints loaded",
+                change="give another run=, or load one of its checkpoints before the first step",
+            )
+        account = self._time
+        if account is None:
+            account = self.begin(self._opened, self._rank.ranks.size)
+            account.loaded(made())
+        with account.part("steps"):
+            yield
+        account.stepped(made(), self._compiled(made()))
+
+    def measured(
+        self, parallel: Parallel, optimizer: torch.optim.Optimizer, step: int
+    ) -> AbstractContextManager[None]:
+        """Return a context for the computation of a step, from 1, whose memory may be measured."""
+        return self._memory.step(parallel, optimizer, step)
+
+    def part(self, name: str) -> AbstractContextManager[None]:
+        """Return a context whose time goes to a part of the account, if that has begun."""
+        return nullcontext() if self._time is None else self._time.part(name)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write values of a step.
+
+        Raises:
+            RunError: Another process has begun to write the Run.
+        """
+        if self._claim is not None:
+            self._claim.require()
+        if self.leads:
+            self._loggers.log(step, values)
+
+    def decided(self, decision: Decision) -> None:
+        """Write a decision about the exchange."""
+        if self.leads:
+            write_decision(self.run.decisions_file, decision)
+
+    def failed(self, error: BaseException) -> None:
+        """Note that an error ends the training."""
+        if self._time is not None:
+            self._time.failed(error)
+
+    def close_timeline(self) -> None:
+        """Write what is still buffered of the Timeline, so that others can read it."""
+        self._clocks.close()
+        if self._owns_recorder:
+            self.recorder.close()
+
+    def close(self, reason: str) -> None:
+        """Write what is still buffered, and that these ranks end, and give the Run up."""
+        self.close_timeline()
+        if self._time is not None:
+            self._time.close(reason)
+        self._loggers.close()
+        if self._claim is not None:
+            self._claim.close()
+
+    def _tell_account(self, account: Account) -> None:
+        self._destinations.log(account.step, account.values())
+
+    def _open_recorder(self) -> Recorder:
+        config, rank = self._config, self._rank
+        if config.nvtx:
+            if rank.device.type != "cuda":
+                raise ConfigError(
+                    f"record.nvtx=true was given, and the ranks compute on {rank.device.type}",
+                    possible="GPUs of NVIDIA",
+                    change="leave out record.nvtx",
+                )
+            self.marks.new = torch.cuda.nvtx.range
+        if not config.timeline:
+            return NullRecorder()
+        path = self.run.timeline_file(rank.number)
+        recorder = open_recorder(path, rank.number, rank.device, say=rank.say, marks=self.marks)
+        return ShiftedRecorder(recorder, rank.first) if rank.first else recorder
+
+    def _compare_clocks(self) -> ClockExchange:
+        rank = self._rank
+        return exchange_clocks(rank.ranks, self.run.timeline, rank.number, rank.say, towards=rank.towards)
+
+
+def writer_of_trainer(
+    path: Path,
+    ranks: Coordinator,
+    device: torch.device,
+    model: nn.Module,
+    settings: Mapping[str, Any],
+    recorder: Recorder | None,
+) -> RunWriter:
+    """Return the writer of the Run of a Trainer of the library; all ranks call it together.
+
+    Args:
+        path: A directory that is absent or empty, or the directory of a Run of which a checkpoint will be
+            loaded.
+        ranks: All ranks.
+        device: Device on which this rank computes.
+        model: The model, before it is laid over ranks.
+        settings: Further settings for the description.
+        recorder: Recorder of spans, if they do not go into the Run.
+
+    Raises:
+        RunError: On all ranks: the directory holds something else, cannot be made, or another process writes
+            it.
+    """
+    path = absolute(path)  # the model's code may change the working directory
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    flops = model.config.flops_per_token(model.config.seq) if isinstance(model, Transformer) else None
+    described = {**describe_run(path, ranks.size, type(model).__name__, parameters, flops), **settings}
+    goes_on = _make_together(path, ranks, described)
+    is_first = ranks.rank == 0
+    say = print if is_first else lambda text: None
+    rank = WritingRank(ranks, device, is_first, say)
+    return RunWriter(Run(path), described, rank, RecordConfig(), goes_on=goes_on, recorder=recorder)
+
+
+def _make_together(path: Path, ranks: Coordinator, described: Mapping[str, Any]) -> bool:
+    """Return whether the Run existed before; if not, rank 0 makes it."""
+    outcome: bool | ShoalError = False
+    if ranks.rank == 0:
+        try:
+            if (path / "run.json").is_file():
+                outcome = True
+            else:
+                Run.create(path, described)
+        except ShoalError as error:
+            outcome = error
+    outcome = ranks.all_gather_object(outcome)[0]
+    if isinstance(outcome, ShoalError):
+        raise outcome
+    return outcome
