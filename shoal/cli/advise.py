@@ -1,4 +1,9 @@
-"""`shoal advise RUN`: what would make the run's step faster, and by how much."""
+"""Looks at where the time of a run went, and prints what would make its step faster: other shares of the
+batch for slower ranks, another split into stages, data that is prepared beside the training, and, where
+the machines are known, other buckets or another Plan. Each gain is predicted from the run's own
+measurements.
+The best is applied by: shoal train --resume RUN --advice
+"""
 
 from __future__ import annotations
 
@@ -19,24 +24,11 @@ if TYPE_CHECKING:
     from shoal.advise import Advice, Known
     from shoal.run import Run
 
-__all__ = ["add_parser", "advice_on", "run"]
-
-_DESCRIPTION = """\
-Looks at where the time of a run went, and prints what would make its step faster: other shares of the batch
-for slower ranks, another split into stages, data that is prepared beside the training, and, where the
-machines are known, other buckets or another Plan. Each gain is predicted from the run's own measurements.
-The best is applied by: shoal train --resume RUN --advice
-"""
+__all__ = ["add_arguments", "advice_on", "run"]
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "advise",
-        help="say what would make a run faster, with the predicted gain",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("path", metavar="RUN", type=Path, help="the directory of a run")
     parser.add_argument(
         "--cluster",
@@ -44,7 +36,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="the machines, on which other Plans are played (default: the run's --cluster, if any)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,7 +1,11 @@
-"""`shoal check`: proves that a layout computes the same training as one device, or says where it departs.
+"""Trains the same model on the same samples on one device and under a Plan, and compares loss, gradients,
+gradient norm and parameters after each step. Samples are random tokens, unless the model's factory returns a
+Task of shoal.models, which brings its own batches and loss. The bound of each deviation is measured: a
+multiple of the difference on one device between sums in this order and in another order and higher precision.
+Starts local ranks; under torchrun or srun, it runs as one of the ranks they started. Turns off torch's own
+dropout, because its masks depend on the layout; dropout of Shoal's models stays on.
 
-Exit codes: 0, all Plans pass; 1, one computes something else, or did not end; 2, wrong input; 130, stopped by
-Ctrl-C.
+Exit codes: 0 all Plans pass; 1 a Plan computes something else, or did not end; 2 wrong input; 130 stopped.
 """
 
 from __future__ import annotations
@@ -23,32 +27,15 @@ if TYPE_CHECKING:
     from shoal.check import AnyTrial, CheckJob, Deviation, StepReport, Verdict
     from shoal.launch import Nursery, World
 
-__all__ = ["add_parser", "run", "tell"]
+__all__ = ["add_arguments", "run", "tell"]
 
 _REFUSED, _STOPPED = 2, 130
 _LEAST_BATCH = 8
 _ZOO = "shoal.testing.zoo:"
 
-_DESCRIPTION = """\
-Trains the same model on the same samples on one device and under a Plan, and compares loss, gradients,
-gradient norm and parameters after each step. Samples are random tokens, unless the model's factory returns a
-Task of shoal.models, which brings its own batches and loss. The bound of each deviation is measured: a
-multiple of the difference on one device between sums in this order and in another order and higher precision.
-Starts local ranks; under torchrun or srun, it runs as one of the ranks they started. Turns off torch's own
-dropout, because its masks depend on the layout; dropout of Shoal's models stays on.
 
-Exit codes: 0 all Plans pass; 1 a Plan computes something else, or did not end; 2 wrong input; 130 stopped.
-"""
-
-
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "check",
-        help="prove that a layout computes the same training as one device",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--plan", metavar="PLAN", help="a Plan, such as dp=2,shard=zero3")
     which.add_argument(
@@ -113,7 +100,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to train on (default auto)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
-"""`shoal checkpoint`: list the checkpoints of a run, verify, compare, copy and convert them.
+"""Lists the checkpoints of a run, newest first, verifies and compares them, copies them to an object store
+and back, and converts them.
 
-Exit codes: 0, all are sound, or both are equal; 1, one is corrupt, or there is none, or two differ; 2, a path
+Exit codes: 0 all are sound, or both are equal; 1 one is corrupt, or there is none, or two differ; 2 a path
 does not exist, or is there already.
 """
 
@@ -20,17 +21,11 @@ from shoal.units import format_bytes
 if TYPE_CHECKING:
     from shoal.checkpoint import Difference
 
-__all__ = ["add_parser", "run", "run_convert", "run_copy", "run_diff"]
+__all__ = ["add_arguments", "run", "run_convert", "run_copy", "run_diff"]
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command and its subcommands to the program."""
-    parser = commands.add_parser(
-        "checkpoint",
-        help="list, verify, compare, copy and convert checkpoints",
-        description="Lists the checkpoints of a run, newest first, verifies and compares them, copies them "
-        "to an object store and back, and converts them.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for action, path_help, text in (
         (

@@ -1,6 +1,11 @@
-"""`shoal cluster`: lists, shows, checks, exports and imports descriptions of machines.
+"""Describes machines for the commands that predict. Start from the preset that is nearest, and edit it:
 
-Exit codes: 0; 2, wrong input, such as a file that contradicts itself.
+  shoal cluster ls
+  shoal cluster export dgx-h100:64 --out mine.toml
+  shoal cluster check mine.toml
+  shoal plan --cluster mine.toml ...
+
+Exit codes: 0; 2 wrong input, such as a file that contradicts itself.
 """
 
 from __future__ import annotations
@@ -15,40 +20,24 @@ from pathlib import Path
 from shoal.cli.files import write_new
 from shoal.errors import ClusterError
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_arguments"]
 
 _GIGABIT = 1e9 / 8
-_DESCRIPTION = """\
-Describes machines for the commands that predict. Start from the preset that is nearest, and edit it:
-
-  shoal cluster ls
-  shoal cluster export dgx-h100:64 --out mine.toml
-  shoal cluster check mine.toml
-  shoal plan --cluster mine.toml ...
-
-Exit codes: 0; 2 wrong input, such as a file that contradicts itself.
-"""
 _IMPORT = """\
 Describes a node from its topology, as NCCL (or RCCL) writes it to NCCL_TOPO_DUMP_FILE, or as
 `nvidia-smi topo -m` prints it. Says what it took for granted. Ask for more nodes with --devices.
 """
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command and its subcommands to the program."""
-    parser = commands.add_parser(
-        "cluster",
-        help="list, show, check, export and import descriptions of machines",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
     def add(name: str, text: str, action: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
         added: argparse.ArgumentParser = actions.add_parser(
             name, help=text.partition(".")[0], description=text
         )
-        added.set_defaults(act=action)
+        added.set_defaults(run=action)
         return added
 
     add("ls", "Lists the presets: a node of each.", _list).add_argument(
@@ -80,23 +69,11 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     imported.add_argument("--devices", metavar="N", type=int, help="devices in all (default: one node's)")
     imported.add_argument("--name", metavar="NAME", help="name of the machines (default: the file's)")
     _add_out(imported)
-    parser.set_defaults(run=run)
 
 
 def _add_out(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="FILE", type=Path, help="file to write (default: print it)")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it is there")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Run the subcommand.
-
-    Raises:
-        ClusterError: There are no such machines, or a file contradicts itself or cannot be read.
-        UserError: A file cannot be written, or is there already.
-    """
-    code: int = args.act(args)
-    return code
 
 
 def _list(args: argparse.Namespace) -> int:

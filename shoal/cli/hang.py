@@ -1,6 +1,9 @@
-"""`shoal hang PATH`: who did not come to which collective, from what a hang left behind.
+"""Says why a collective did not complete: which ranks did not come to it, or called something else, and what
+they did instead. PATH is a run, whose log/hang/ has the states of all ranks; or a folder of dumps of torch's
+flight recorder, as pickles or JSON, which NCCL's watchdog writes (TORCH_NCCL_DEBUG_INFO_TEMP_FILE). Pickles
+are read as plain data: a dump that names code is refused.
 
-Exit codes: 0, a cause was found; 1, none was; 2, wrong input.
+Exit codes: 0 a cause was found; 1 none was; 2 wrong input.
 """
 
 from __future__ import annotations
@@ -14,29 +17,13 @@ from shoal.cli.table import paragraph
 from shoal.errors import RunError
 from shoal.hang import Cause, RankState, is_dump_folder, judge, read_dumps, read_states
 
-__all__ = ["add_parser", "run"]
-
-_DESCRIPTION = """\
-Says why a collective did not complete: which ranks did not come to it, or called something else, and what
-they did instead. PATH is a run, whose log/hang/ has the states of all ranks; or a folder of dumps of torch's
-flight recorder, as pickles or JSON, which NCCL's watchdog writes (TORCH_NCCL_DEBUG_INFO_TEMP_FILE). Pickles
-are read as plain data: a dump that names code is refused.
-
-Exit codes: 0 a cause was found; 1 none was; 2 wrong input.
-"""
+__all__ = ["add_arguments", "run"]
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "hang",
-        help="say which rank did not come to a collective, and why",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("path", metavar="PATH", type=Path, help="a run, or a folder of dumps")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

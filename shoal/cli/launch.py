@@ -1,4 +1,8 @@
-"""`shoal launch`: starts `shoal train` where the machines are: here, by ssh, Slurm, Kubernetes or Ray."""
+"""Starts a training elsewhere: shoal launch TARGET [options] -- train [options of shoal train].
+With --dry-run it prints what it would run or submit, and does nothing.
+
+The exit codes are those of `shoal train`; Slurm, Kubernetes and Ray start a training again according to them.
+"""
 
 from __future__ import annotations
 
@@ -18,24 +22,11 @@ from shoal.errors import ConfigError
 if TYPE_CHECKING:
     from shoal.fleet import Policy, Work
 
-__all__ = ["add_parser"]
-
-_DESCRIPTION = """\
-Starts a training elsewhere: shoal launch TARGET [options] -- train [options of shoal train].
-With --dry-run it prints what it would run or submit, and does nothing.
-
-The exit codes are those of `shoal train`; Slurm, Kubernetes and Ray start a training again according to them.
-"""
+__all__ = ["add_arguments"]
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command and its targets to the program."""
-    parser = commands.add_parser(
-        "launch",
-        help="start a training on other machines: by ssh, Slurm, Kubernetes or Ray",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the targets."""
     targets = parser.add_subparsers(dest="target", metavar="TARGET", required=True)
     _add_local(targets)
     _add_ssh(targets)

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from shoal.launch import Meeting, Nursery
     from shoal.train import Job
 
-__all__ = ["add_arguments", "given_run", "run_on_hosts"]
+__all__ = ["add_nodes", "given_run", "run_on_hosts"]
 
 _PORT = 29500  # torchrun's
 _MOST_GIVEN = 1 << 15  # characters of settings that are compared: a link's first message is short
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_nodes(parser: argparse.ArgumentParser) -> None:
     """Add the arguments about several hosts to the command."""
     parser.add_argument(
         "--nodes",

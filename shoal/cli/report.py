@@ -1,4 +1,4 @@
-"""`shoal report RUN`: where the time of a run went, how fast it was, what it reached."""
+"""Explains a run: where the time of a step went, how fast it was, what loss it reached."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from shoal.simulate import (
 from shoal.timeline import Breakdown, Timeline, explain, named_collectives, write_chrome_trace
 from shoal.units import format_count
 
-__all__ = ["add_parser", "run", "summarise"]
+__all__ = ["add_arguments", "run", "summarise"]
 
 _DESCRIBED = ("name", "plan", "world_size", "model", "device", "since_step")
 _OF_METRICS = (
@@ -56,13 +56,8 @@ _OF_METRICS = (
 _WORKS = ("forward", "backward", "input", "weight")
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "report",
-        help="explain a run: where its time went, how fast it was, what it reached",
-        description="Explains a run: where the time of a step went, how fast it was, what loss it reached.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument(
         "path",
         metavar="RUN",
@@ -94,7 +89,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="also compare with a prediction for these machines, such as a file of `shoal probe` "
         "(default: the run's --cluster, if any)",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

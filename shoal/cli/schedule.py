@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol, final
 
 from shoal.cli.files import write_text
-from shoal.cli.model_stages import ModelStages, add_arguments, open_model
+from shoal.cli.model_stages import ModelStages, add_model, open_model
 from shoal.cli.table import table_of
 from shoal.errors import PlanError
 from shoal.plan import Plan
@@ -22,7 +22,7 @@ from shoal.plan.schedules.draw import draw
 from shoal.plan.schedules.text import picture
 from shoal.units import format_bytes
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_arguments", "run"]
 
 _WIDTH_OF_FILES = 160  # columns of a picture where there is no terminal
 
@@ -43,14 +43,9 @@ Exit codes: 0 drawn; 2 wrong input.
 """
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "schedule",
-        help="show pipeline schedules: their tables, bubbles and activations",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.description = _DESCRIPTION
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--name", metavar="NAME", help="the schedule, such as zb-v (default 1f1b)")
     which.add_argument("--compare", action="store_true", help="all schedules, side by side")
@@ -81,8 +76,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--svg", metavar="FILE", type=Path, help="also draw it into a file")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_arguments(parser)
-    parser.set_defaults(run=run)
+    add_model(parser)
 
 
 def run(args: argparse.Namespace) -> int:

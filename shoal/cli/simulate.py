@@ -17,7 +17,7 @@ from shoal.cli.offload import offload_summary, offload_text
 from shoal.cli.outlook import add_outlook, as_asked, long_run_of, long_run_summary, long_run_text
 from shoal.cli.table import labelled, paragraph, table_of
 from shoal.cli.traffic import traffic_summary, traffic_text
-from shoal.cli.workload import MFU, add_arguments, open_workload
+from shoal.cli.workload import MFU, add_workload, open_workload
 from shoal.errors import ConfigError, PlanError
 from shoal.units import format_bytes, format_count, format_seconds
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shoal.cost import RankMemory
     from shoal.simulate import Simulation
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_arguments", "run"]
 
 _MOST_ROWS = 16  # ranks along the pipeline that are printed; --json has all
 
@@ -53,18 +53,13 @@ Exit codes: 0 predicted; 2 wrong input, or the Plan does not fit in memory (the 
 """
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "simulate",
-        help="predict a step of a Plan: its time, where it goes, its memory",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.description = _DESCRIPTION
     parser.add_argument(
         "--plan", metavar="PLAN", required=True, help="a Plan, such as dp=8,tp=8,pp=4,precision=bf16"
     )
-    add_arguments(parser)
+    add_workload(parser)
     parser.add_argument("--batch", metavar="N", type=int, required=True, help="sequences in a step")
     add_outlook(parser)
     add_failures(parser)
@@ -81,7 +76,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--trace", metavar="FILE", type=Path, help="also write the timeline for Perfetto or chrome://tracing"
     )
     parser.add_argument("--svg", metavar="FILE", type=Path, help="also draw the forwards and backwards")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

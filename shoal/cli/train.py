@@ -1,4 +1,12 @@
-"""`shoal train`: trains a model; starts ranks on this machine, or joins those that a launcher started."""
+"""Trains a model. Without arguments, it trains a small transformer on the source of Python's standard
+library, with one local rank for each core. Under torchrun, srun or accelerate, it runs as one of the ranks
+they started.
+Two dashes end torchrun's own options: torchrun --nproc-per-node 8 --no-python -- shoal train --run DIR
+
+SIGTERM, SIGUSR1, SIGHUP and Ctrl-C end the run after its step, and save; a second Ctrl-C ends it at once.
+Exit codes: 0 all steps done; 1 a rank failed; 2 wrong input; 75 stopped by a signal after the state was saved
+(continue with --resume); 130 stopped before the state was saved.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.cli.local import nursery_for, positive_seconds
-from shoal.cli.nodes import add_arguments, run_on_hosts
+from shoal.cli.nodes import add_nodes, run_on_hosts
 from shoal.errors import ConfigError, PlanError, RunError, WorkerError
 from shoal.scratch import scratch_folder
 from shoal.signals import end_early
@@ -25,30 +33,13 @@ if TYPE_CHECKING:
     from shoal.run import Run
     from shoal.train import Job
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_arguments", "run"]
 
 _FAILED = (1, 130)  # exit codes after which resuming may help: a rank failed, or was stopped before it saved
 
-_DESCRIPTION = """\
-Trains a model. Without arguments, it trains a small transformer on the source of Python's standard library,
-with one local rank for each core. Under torchrun, srun or accelerate, it runs as one of the ranks they
-started.
-Two dashes end torchrun's own options: torchrun --nproc-per-node 8 --no-python -- shoal train --run DIR
 
-SIGTERM, SIGUSR1, SIGHUP and Ctrl-C end the run after its step, and save; a second Ctrl-C ends it at once.
-Exit codes: 0 all steps done; 1 a rank failed; 2 wrong input; 75 stopped by a signal after the state was saved
-(continue with --resume); 130 stopped before the state was saved.
-"""
-
-
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "train",
-        help="train a model, on this machine or as part of a cluster",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("config", metavar="CONFIG.toml", type=Path, nargs="?", help="the configuration")
     parser.add_argument(
         "--set",
@@ -87,7 +78,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="seconds that the system leaves from SIGTERM or SIGUSR1 to the kill, such as Slurm's --signal "
         "or Kubernetes' grace period; if they do not suffice to save, the command says so and ends before",
     )
-    add_arguments(parser)
+    add_nodes(parser)
     parser.add_argument("--run", metavar="DIR", type=Path, dest="directory", help="directory of the new run")
     parser.add_argument(
         "--resume",
@@ -112,7 +103,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="steps that torch.profiler traces into the run's profile/; short for --set "
         "record.profile=FIRST:LAST. SIGUSR2 to this command traces the next five steps",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,6 @@
-"""`shoal what-if RUN`: the seconds that each slow rank, stage, link and wait costs a step."""
+"""Replays the steps of a run without a slow rank, stage, link, wait or kind of work, and prints the seconds
+that each costs, the slowdown by uneven work, and the critical path.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +16,18 @@ from shoal.cli.timelines import timeline_at
 from shoal.errors import RunError
 from shoal.replay import WhatIf, what_if
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_arguments", "run"]
 
 _SMALLEST = 0.001  # share of a step of a change that is worth a row
 _ROWS = 20
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "what-if",
-        help="replay a run without a slow rank, stage, link or wait: the seconds that each costs",
-        description="Replays the steps of a run without a slow rank, stage, link, wait or kind of work, and "
-        "prints the seconds that each costs, the slowdown by uneven work, and the critical path.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument(
         "path", metavar="RUN", type=Path, help="the directory of a run, a folder of traces, or a table"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
