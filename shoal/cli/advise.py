@@ -8,7 +8,6 @@ The best is applied by: shoal train --resume RUN --advice
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.table import paragraph
+from shoal.cli.table import as_json, paragraph
 from shoal.errors import RunError, UserError
 from shoal.units import format_seconds
 
@@ -50,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
     told = advice_on(Run.open(args.path), args.cluster)
     if args.json:
-        print(json.dumps({"advice": [asdict(each) | {"gain": each.gain} for each in told]}, indent=2))
+        print(as_json({"advice": [asdict(each) | {"gain": each.gain} for each in told]}))
     else:
         print(_text(told, args.path))
     return 0

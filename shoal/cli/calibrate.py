@@ -10,14 +10,13 @@ Exit codes: 0 corrected; 2 wrong input.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.table import paragraph, table_of
+from shoal.cli.table import as_json, paragraph, table_of
 from shoal.errors import RunError
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     cluster = _cluster(runs[0], args.cluster)
     found = calibrate(cluster, [_observation(each, cluster) for each in runs])
     found.cluster.write(args.out)
-    print(json.dumps(_summary(found), indent=2) if args.json else _text(found))
+    print(as_json(_summary(found)) if args.json else _text(found))
     print(f"description written to {args.out}", file=sys.stderr)
     return 0
 
@@ -92,10 +91,7 @@ def _observation(run: Run, cluster: Cluster) -> Observation:
 
 
 def _summary(found: Calibration) -> dict[str, object]:
-    corrections = [
-        asdict(each) | {"left": each.left, "spread": each.spread if math.isfinite(each.spread) else None}
-        for each in found.corrections
-    ]
+    corrections = [asdict(each) | {"left": each.left} for each in found.corrections]
     return {"cluster": asdict(found.cluster), "corrections": corrections}
 
 

@@ -11,14 +11,13 @@ Exit codes: 0 all Plans pass; 1 a Plan computes something else, or did not end; 
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import os
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shoal.cli.local import nursery_for
+from shoal.cli.table import as_json
 from shoal.errors import ConfigError, WorkerError
 from shoal.plan import SYNCHRONOUS, Plan, SettledPlan
 from shoal.plan.legal import VARIED, legal_plans
@@ -255,7 +254,7 @@ def _conclude(args: argparse.Namespace, trial: AnyTrial, verdicts: list[Verdict]
     }
     if args.json:
         content = {"trial": asdict(trial), **counts, "plans": [asdict(verdict) for verdict in verdicts]}
-        print(json.dumps(_finite(content), indent=2))
+        print(as_json(content))
     elif args.all:
         told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
         print(f"{len(verdicts)} Plans: {told}")
@@ -312,12 +311,3 @@ def _share_of_bound(verdict: Verdict) -> str:
 
 def _indented(text: str) -> str:
     return "\n".join(f"    {line.strip()}" for line in text.splitlines())
-
-
-def _finite(value: Any) -> Any:
-    """Replace numbers that are not finite by null, as JSON has no name for them."""
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -11,13 +11,13 @@ Exit codes: 0; 2 wrong input, such as a file that contradicts itself.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
 from shoal.cli.files import write_new
+from shoal.cli.table import as_json
 from shoal.errors import ClusterError
 
 __all__ = ["add_arguments"]
@@ -80,7 +80,7 @@ def _list(args: argparse.Namespace) -> int:
     from shoal.cli.cluster_text import list_rows, list_text
 
     rows = list_rows()
-    print(json.dumps(rows, indent=2) if args.json else list_text(rows))
+    print(as_json(rows) if args.json else list_text(rows))
     return 0
 
 
@@ -91,7 +91,7 @@ def _show(args: argparse.Namespace) -> int:
 
     cluster = Cluster.parse(args.cluster)
     if args.json:
-        print(json.dumps({"cluster": asdict(cluster), "derived": asdict(derived(cluster))}, indent=2))
+        print(as_json({"cluster": asdict(cluster), "derived": asdict(derived(cluster))}))
     else:
         print(show_text(cluster))
     return 0
@@ -107,7 +107,7 @@ def _check(args: argparse.Namespace) -> int:
     warnings = implausible(cluster)
     if args.json:
         summary = {"cluster": asdict(cluster), "derived": asdict(derived(cluster)), "warnings": warnings}
-        print(json.dumps(summary, indent=2))
+        print(as_json(summary))
     else:
         verdict = f"{len(warnings)} warnings" if len(warnings) > 1 else "1 warning" if warnings else "sound"
         print(f"{args.file}: {cluster.name}, {verdict}\n\n{derived_text(cluster)}")

@@ -10,14 +10,13 @@ Exit codes: 0 compared; 1 with --check if the second run is slower; 2 wrong inpu
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.breakdown import words
-from shoal.cli.table import labelled, paragraph, table_of
+from shoal.cli.table import as_json, labelled, paragraph, table_of
 from shoal.errors import RunError
 from shoal.units import format_bytes
 
@@ -74,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
             possible="runs with steps, in metrics.jsonl or in the timeline",
             change="give two runs that made steps",
         )
-    print(json.dumps(_summary(before, after, rows), indent=2) if args.json else _text(before, after, rows))
+    print(as_json(_summary(before, after, rows)) if args.json else _text(before, after, rows))
     slower = {("step", Verdict.HIGHER), ("mean step", Verdict.HIGHER), ("tokens/s", Verdict.LOWER)}
     return int(args.check and any((row.name, row.verdict) in slower for row in rows))
 

@@ -11,13 +11,12 @@ Exit codes: 0 nothing is bad; 1 at least one row is bad; 2 wrong input.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from shoal.cli.table import paragraph
+from shoal.cli.table import as_json, paragraph
 from shoal.doctor import (
     Finding,
     HostReport,
@@ -74,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     verdict = worst(each for findings in found.values() for each in findings)
     if args.json:
         hosts = {host: [asdict(each) for each in findings] for host, findings in found.items()}
-        print(json.dumps({"verdict": verdict, "hosts": hosts}, indent=2))
+        print(as_json({"verdict": verdict, "hosts": hosts}))
     else:
         print(_text(found))
     return int(verdict is Verdict.BAD)

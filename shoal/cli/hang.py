@@ -9,11 +9,10 @@ Exit codes: 0 a cause was found; 1 none was; 2 wrong input.
 from __future__ import annotations
 
 import argparse
-import json
 from dataclasses import asdict
 from pathlib import Path
 
-from shoal.cli.table import paragraph
+from shoal.cli.table import as_json, paragraph
 from shoal.errors import RunError
 from shoal.hang import Cause, RankState, is_dump_folder, judge, read_dumps, read_states
 
@@ -35,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     folder, states = _states(args.path)
     verdict = judge(states)
     if args.json:
-        print(json.dumps(asdict(verdict), indent=2))
+        print(as_json(asdict(verdict)))
     else:
         print(paragraph(verdict.text))
         print("\n".join(f"  {line}" for line in verdict.lines))

@@ -11,13 +11,12 @@ Of a Plan, such as dp=8,tp=8,shard=zero1, it shows the prediction, and needs --m
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.table import labelled, paragraph, table_of
+from shoal.cli.table import as_json, labelled, paragraph, table_of
 from shoal.cli.workload import open_workload
 from shoal.errors import RunError, UserError
 from shoal.run import OUTSIDE
@@ -68,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         summary = _of_plan(args)
         text = _plan_text
-    print(json.dumps(summary, indent=2) if args.json else text(summary))
+    print(as_json(summary) if args.json else text(summary))
     return 0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.cli.band import ASIDE, aside, band_summary, band_text
 from shoal.cli.files import write_text
 from shoal.cli.outlook import add_outlook, as_asked, long_run_of, long_run_summary, long_run_text
-from shoal.cli.table import paragraph, table_of
+from shoal.cli.table import as_json, paragraph, table_of
 from shoal.cli.traffic import traffic_summary, traffic_text
 from shoal.cli.workload import MFU, add_margin, add_workload, open_workload
 from shoal.errors import ModelError
@@ -94,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     if run is not None:
         summary["long_run"] = long_run_summary(run, best.cluster)
     if args.json:
-        print(json.dumps(summary, indent=2))
+        print(as_json(summary))
     else:
         print(_text(summary) + (f"\n\n{long_run_text(run, best.cluster)}" if run is not None else ""))
     return 0

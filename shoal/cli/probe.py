@@ -13,7 +13,6 @@ Exit codes: 0 measured; 1 a rank failed; 2 wrong input; 130 stopped.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from dataclasses import asdict, replace
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.cli.local import nursery_for
-from shoal.cli.table import table_of
+from shoal.cli.table import as_json, table_of
 from shoal.cluster import Cluster
 from shoal.errors import ConfigError, UserError, WorkerError, nearest
 
@@ -204,7 +203,7 @@ def _tell(args: argparse.Namespace, probed: Probed, files: float) -> None:
     if args.links:
         cluster = cluster.with_links_of(Cluster.parse(args.links))
     cluster.write(args.out)
-    print(json.dumps(_summary(probed, cluster), indent=2) if args.json else _text(probed, cluster))
+    print(as_json(_summary(probed, cluster)) if args.json else _text(probed, cluster))
     for suspicion in probed.suspicions:
         print(f"warning: {suspicion}", file=sys.stderr)
     print(f"description written to {args.out}", file=sys.stderr)

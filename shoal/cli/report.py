@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -25,7 +24,7 @@ from shoal.cli.exchanged import exchanged_summary, exchanged_text
 from shoal.cli.files import write_file
 from shoal.cli.prediction import compare_text
 from shoal.cli.steps import asked_steps, only_steps
-from shoal.cli.table import labelled, table_of
+from shoal.cli.table import as_json, labelled, table_of
 from shoal.cli.timelines import timeline_at
 from shoal.cli.verdict import verdict_summary, verdict_text
 from shoal.cluster import Cluster
@@ -131,7 +130,7 @@ def run(args: argparse.Namespace) -> int:
 
         folder = args.parquet
         write_file("tables", folder, "--parquet", lambda folder: write_parquet(opened, timeline, folder))
-    print(json.dumps(summary, indent=2) if args.json else _text(summary))
+    print(as_json(summary) if args.json else _text(summary))
     return 0
 
 
@@ -159,7 +158,7 @@ def _report_foreign(args: argparse.Namespace) -> int:
         summary["each_collective"] = [asdict(each) for each in named_collectives(timeline)]
     if args.trace is not None:
         _write_trace(run, timeline, args.rank, args.trace)
-    print(json.dumps(summary, indent=2) if args.json else _text(summary))
+    print(as_json(summary) if args.json else _text(summary))
     return 0
 
 

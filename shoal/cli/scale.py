@@ -9,7 +9,6 @@ Exit codes: 0 predicted; 2 wrong input, or no number of devices has a Plan that 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from shoal.cli.band import ASIDE, aside, band_summary
 from shoal.cli.files import write_text
 from shoal.cli.outlook import add_outlook, as_asked, long_run_of, long_run_summary
-from shoal.cli.table import table_of
+from shoal.cli.table import as_json, table_of
 from shoal.cli.workload import add_margin, add_workload, open_workload
 from shoal.errors import PlanError
 from shoal.units import format_seconds
@@ -81,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     if args.svg is not None:
         write_text("picture", args.svg, "--svg", picture(scaling, title))
     if args.json:
-        print(json.dumps(_summary(scaling, runs), indent=2))
+        print(as_json(_summary(scaling, runs)))
     else:
         print(f"{title}\n\n{_text(scaling, runs)}")
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import shutil
 import sys
@@ -14,7 +13,7 @@ from typing import Any, Protocol, final
 
 from shoal.cli.files import write_text
 from shoal.cli.model_stages import ModelStages, add_model, open_model
-from shoal.cli.table import table_of
+from shoal.cli.table import as_json, table_of
 from shoal.errors import PlanError
 from shoal.plan import Plan
 from shoal.plan.schedules import FOUND, NAMES, Played, Schedule, Times, kind_of, make, play, search
@@ -98,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         write_text("picture", args.svg, "--svg", draw(played))
     if args.json:
         summaries = [_summary(each, model) for each in played]
-        print(json.dumps({"schedules": summaries} if args.compare else summaries[0], indent=2))
+        print(as_json({"schedules": summaries} if args.compare else summaries[0]))
     elif args.compare:
         print(_comparison(played, model))
     else:

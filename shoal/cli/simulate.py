@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from shoal.cli.failures import add_failures, failures_summary, failures_text
 from shoal.cli.files import write_file, write_text
 from shoal.cli.offload import offload_summary, offload_text
 from shoal.cli.outlook import add_outlook, as_asked, long_run_of, long_run_summary, long_run_text
-from shoal.cli.table import labelled, paragraph, table_of
+from shoal.cli.table import as_json, labelled, paragraph, table_of
 from shoal.cli.traffic import traffic_summary, traffic_text
 from shoal.cli.workload import MFU, add_workload, open_workload
 from shoal.errors import ConfigError, PlanError
@@ -122,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
     if simulation.plan.tiers.moved:
         summary["offload"] = offload_summary(simulation)
     if args.json:
-        print(json.dumps(summary, indent=2))
+        print(as_json(summary))
     else:
         print(_text(summary) + (f"\n\n{long_run_text(run, cluster)}" if run is not None else ""))
         if played is not None:

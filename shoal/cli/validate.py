@@ -10,13 +10,12 @@ predicted: stderr lists these after the others.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from shoal.cli.table import table_of
+from shoal.cli.table import as_json, table_of
 from shoal.cluster import Cluster
 from shoal.errors import UserError
 from shoal.units import format_bytes, format_seconds
@@ -62,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if refused and not comparisons:
         raise refused[0]
     if args.json:
-        print(json.dumps(_summary(comparisons, refused), indent=2))
+        print(as_json(_summary(comparisons, refused)))
     else:
         halves = ("fitted", "held out") if args.held_out else ("all",)
         parts = [_rows(comparisons)] if args.rows or len(comparisons) <= _FEW else []

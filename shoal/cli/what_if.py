@@ -5,13 +5,12 @@ that each costs, the slowdown by uneven work, and the critical path.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.table import labelled, paragraph, table_of
+from shoal.cli.table import as_json, labelled, paragraph, table_of
 from shoal.cli.timelines import timeline_at
 from shoal.errors import RunError
 from shoal.replay import WhatIf, what_if
@@ -45,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
             change="train with recording on",
         )
     summary = _summary(what_if(timeline))
-    print(json.dumps(summary, indent=2) if args.json else _text(summary))
+    print(as_json(summary) if args.json else _text(summary))
     return 0
 
 
