@@ -119,7 +119,7 @@ def _export(args: argparse.Namespace) -> int:
     from shoal.cluster import Cluster
     from shoal.cluster.description import commented_toml
 
-    _put(args, commented_toml(Cluster.parse(args.cluster).described()))
+    _put(args, commented_toml(Cluster.parse(args.cluster)))
     return 0
 
 
@@ -143,7 +143,7 @@ def _import(args: argparse.Namespace) -> int:
     )
     if args.devices is not None:
         cluster = cluster.with_devices(args.devices)
-    _put(args, commented_toml(cluster.described()))
+    _put(args, commented_toml(cluster))
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     _warn(implausible(cluster))
