@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from shoal.cli import launch_container, launch_kubernetes, launch_node, launch_slurm
 from shoal.cli.launched_train import TrainWords, add_words
-from shoal.cli.local import positive_seconds, positive_whole, whole
+from shoal.cli.local import least_and_most, positive_seconds, positive_whole, whole
 from shoal.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -177,12 +177,10 @@ def _run_ray(args: argparse.Namespace) -> int:
 def _policy(args: argparse.Namespace, hosts: int) -> Policy:
     from shoal.fleet import Policy
 
-    least, between, most = (args.nodes or str(hosts)).partition(":")
-    if not (least.isdecimal() and (most.isdecimal() or not between)):
-        least, most = "0", "0"
+    least, most = least_and_most(args.nodes or str(hosts)) or (0, 0)
     policy = Policy(
-        least=int(least),
-        most=int(most or least),
+        least=least,
+        most=most,
         restarts=args.restarts,
         pause=args.backoff,
         strikes=args.strikes,

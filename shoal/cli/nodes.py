@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.cli.local import least_and_most
 from shoal.errors import ConfigError, PlanError
 from shoal.scratch import scratch_folder
 from shoal.values import encode
@@ -162,11 +163,7 @@ def _require_common(address: tuple[str, int], nodes: str, most: int) -> None:
 
 
 def _number_of_hosts(args: argparse.Namespace) -> tuple[int, int]:
-    least, between, most = args.nodes.partition(":")
-    try:
-        hosts = int(least), int(most if between else least)
-    except ValueError:
-        hosts = 0, 0
+    hosts = least_and_most(args.nodes) or (0, 0)
     if not 1 <= hosts[0] <= hosts[1]:
         raise ConfigError(
             f"--nodes {args.nodes} is no number of hosts",

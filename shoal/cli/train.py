@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.local import nursery_for, positive_seconds
+from shoal.cli.local import least_and_most, nursery_for, positive_seconds
 from shoal.cli.nodes import add_nodes, run_on_hosts
 from shoal.errors import ConfigError, PlanError, RunError, WorkerError
 from shoal.scratch import scratch_folder
@@ -170,25 +170,19 @@ def _elasticity(args: argparse.Namespace) -> Elasticity | None:
     """Return how many ranks may be lost, as `--nproc MIN:MAX` says, and leave MAX in its place."""
     from shoal.launch import Elasticity
 
-    least, between, most = (args.nproc or "").partition(":")
-    try:
-        args.nproc = int(most if between else least) if args.nproc else None
-        if not between:
-            return None
-        elasticity = Elasticity(int(least), args.restarts)
-    except ValueError:
-        raise _wrong_nproc(args.nproc) from None
-    if not 1 <= elasticity.least <= args.nproc:
-        raise _wrong_nproc(f"{least}:{most}")
-    return elasticity
-
-
-def _wrong_nproc(given: str) -> ConfigError:
-    return ConfigError(
-        f"--nproc {given} is no number of ranks",
-        possible="N, or MIN:MAX with 1 <= MIN <= MAX",
-        change="write, for example, --nproc 4, or --nproc 2:4",
-    )
+    given = args.nproc
+    if not given:
+        args.nproc = None
+        return None
+    is_elastic, ranks = ":" in given, least_and_most(given)
+    if ranks is None or (is_elastic and not 1 <= ranks[0] <= ranks[1]):
+        raise ConfigError(
+            f"--nproc {given} is no number of ranks",
+            possible="N, or MIN:MAX with 1 <= MIN <= MAX",
+            change="write, for example, --nproc 4, or --nproc 2:4",
+        )
+    args.nproc = ranks[1]
+    return Elasticity(ranks[0], args.restarts) if is_elastic else None
 
 
 def _require_ranks(given: str | None, ranks: int) -> None:
