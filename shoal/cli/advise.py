@@ -8,7 +8,6 @@ The best is applied by: shoal train --resume RUN --advice
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from shoal.cli.table import as_json, paragraph
 from shoal.errors import RunError, UserError
+from shoal.run.directory import resume_command
 from shoal.units import format_seconds
 
 if TYPE_CHECKING:
@@ -113,10 +113,7 @@ def _text(told: Sequence[Advice], path: Path) -> str:
                 f"  step {format_seconds(each.before)} now, {format_seconds(each.after)} predicted: "
                 f"{'up to ' if each.is_bound else ''}{each.gain:.1%} less",
                 f"  {paragraph(each.reason)}",
-                *[
-                    f"  shoal train --resume {shlex.quote(str(path))} --set '{setting}'"
-                    for setting in each.settings
-                ],
+                *[f"  {resume_command(path)} --set '{setting}'" for setting in each.settings],
             ]
         )
         for each in told

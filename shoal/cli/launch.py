@@ -14,10 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli import launch_container, launch_kubernetes, launch_node, launch_slurm
+from shoal.cli import launch_kubernetes, launch_node, launch_slurm
 from shoal.cli.launched_train import TrainWords, add_words
 from shoal.cli.local import least_and_most, positive_seconds, positive_whole, whole
 from shoal.errors import ConfigError
+from shoal.submit import Container
 
 if TYPE_CHECKING:
     from shoal.fleet import Policy, Work
@@ -31,8 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_local(targets)
     _add_ssh(targets)
     _add_ray(targets)
-    for target in (launch_slurm, launch_kubernetes, launch_container, launch_node):
-        target.add_target(targets)
+    launch_slurm.add_target(targets)
+    launch_kubernetes.add_target(targets)
+    _add_container(targets)
+    launch_node.add_target(targets)
 
 
 def _add_local(targets: argparse._SubParsersAction) -> None:
@@ -86,6 +89,23 @@ def _add_ray(targets: argparse._SubParsersAction) -> None:
     parser.add_argument("--folder", metavar="DIR", help="working directory on each node; that of here")
     add_words(parser)
     parser.set_defaults(run=_run_ray)
+
+
+def _add_container(targets: argparse._SubParsersAction) -> None:
+    parser = targets.add_parser(
+        "container",
+        help="in a container, whose Containerfile this prints",
+        description="Prints a Containerfile, which buildah, podman and docker build in the folder of Shoal's "
+        "source. A container of it trains with the words after --, or does what it is given instead.",
+    )
+    parser.add_argument(
+        "--base", metavar="IMAGE", default="python:3.12-slim", help="with Python, its venv, and apt"
+    )
+    parser.add_argument(
+        "--extra", metavar="NAME", action="append", default=[], help="an extra of Shoal, such as hf"
+    )
+    add_words(parser)
+    parser.set_defaults(run=_run_container)
 
 
 def _add_fleet(parser: argparse.ArgumentParser) -> None:
@@ -172,6 +192,12 @@ def _run_ray(args: argparse.Namespace) -> int:
     with RayCluster(args.address, args.nproc) as cluster:
         policy = _policy(args, len(cluster.hosts()))
         return train_on(cluster.hosts, work, policy, cluster.open_channel)
+
+
+def _run_container(args: argparse.Namespace) -> int:
+    words = TrainWords.of(args.words).words
+    print(Container(words=words, base=args.base, extras=args.extra).text, end="")
+    return 0
 
 
 def _policy(args: argparse.Namespace, hosts: int) -> Policy:

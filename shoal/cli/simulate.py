@@ -12,7 +12,6 @@ from shoal.cli.band import band_summary, band_text
 from shoal.cli.breakdown import breakdown_summary, collectives_text, parts_text, ranks_text
 from shoal.cli.failures import add_failures, failures_summary, failures_text
 from shoal.cli.files import write_file, write_text
-from shoal.cli.offload import offload_summary, offload_text
 from shoal.cli.outlook import add_outlook, as_asked, long_run_of, long_run_summary, long_run_text
 from shoal.cli.table import as_json, labelled, paragraph, table_of
 from shoal.cli.traffic import traffic_summary, traffic_text
@@ -119,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     if args.slow:
         summary["workers"] = _workers_summary(simulation, args.slow)
     if simulation.plan.tiers.moved:
-        summary["offload"] = offload_summary(simulation)
+        summary["offload"] = _offload_summary(simulation)
     if args.json:
         print(as_json(summary))
     else:
@@ -129,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
         if args.slow:
             print(f"\n{_workers_text(summary['workers'], args.slow)}")
         if "offload" in summary:
-            print(f"\n{offload_text(summary['offload'])}")
+            print(f"\n{_offload_text(summary['offload'])}")
     if not summary["fits"]:
         raise _does_not_fit(summary, args)
     return 0
@@ -177,6 +176,45 @@ def _workers_text(summary: Mapping[str, Any], slow: Sequence[str]) -> str:
         for each in summary["workers"]
     ]
     return f"{paragraph(heading)}\n{table_of(['worker', 'of the samples', 'computing'], rows)}"
+
+
+def _offload_summary(simulation: Simulation) -> dict[str, Any]:
+    """Return the effect of the Plan's `offload` on the rank that it slows most, as an object for JSON.
+
+    Raises:
+        ClusterError: See `shoal.cost.Costs.offload`.
+    """
+    from shoal.cost import Costs
+
+    costs, plan = Costs(simulation.workload, simulation.cluster), simulation.plan
+    count = plan.microbatches_of(simulation.batch)
+    found = max((costs.offload(plan, place, count) for place in range(plan.pp)), key=lambda each: each.extra)
+    return {
+        "places": plan.tiers.moved,
+        "extra_seconds": found.extra,
+        "exposed_seconds": dict(found.parts),
+        "replaced_seconds": found.replaced,
+        "link_bytes": found.link_bytes,
+        "file_bytes": found.file_bytes,
+        "host_bytes": found.host_bytes,
+    }
+
+
+def _offload_text(summary: Mapping[str, Any]) -> str:
+    """Return what offload costs and moves, as lines of text."""
+    exposed = ", ".join(
+        f"{name} {format_seconds(value)}" for name, value in summary["exposed_seconds"].items()
+    )
+    size = {name: format_bytes(round(summary[f"{name}_bytes"])) for name in ("link", "file", "host")}
+    moved = [f"{size['link']} over its link"] * bool(summary["link_bytes"])
+    moved += [f"{size['file']} of files"] * bool(summary["file_bytes"])
+    return "\n".join(
+        (
+            f"offload adds {format_seconds(summary['extra_seconds'])} to the step: exposed {exposed}; it "
+            f"replaces {format_seconds(summary['replaced_seconds'])} of the optimizer",
+            f"  a device moves {' and '.join(moved) or 'nothing'} in a step; a host keeps {size['host']}",
+        )
+    )
 
 
 def _does_not_fit(summary: Mapping[str, Any], args: argparse.Namespace) -> PlanError:

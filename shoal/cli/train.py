@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -295,13 +294,10 @@ def _telling_how_to_go_on(runs: Sequence[Path]) -> Iterator[None]:
 def _how_to_go_on(run: Path) -> str:
     """Return a sentence on how to resume a failed run; empty if it has saved nothing."""
     from shoal.checkpoint import checkpoints, step_of
+    from shoal.run.directory import resume_command
 
     saved = checkpoints(run / "checkpoints")
-    return (
-        f"Step {step_of(saved[0])} is saved; continue with: shoal train --resume {shlex.quote(str(run))}"
-        if saved
-        else ""
-    )
+    return f"Step {step_of(saved[0])} is saved; continue with: {resume_command(run)}" if saved else ""
 
 
 def _checked_job(args: argparse.Namespace, ranks: int) -> Job:

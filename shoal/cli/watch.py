@@ -121,7 +121,7 @@ def line_of(run: RunFollower) -> str:
 
 
 def _print_json(run: RunFollower) -> None:
-    from shoal.cli.verdict import verdict_summary
+    from shoal.cli.breakdown import verdict_summary
     from shoal.cost.outlook import account_summary
     from shoal.run import json_number
 
