@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields
 from decimal import Decimal
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast, get_args, get_origin, get_type_hints
@@ -126,7 +126,7 @@ def commented_toml(cluster: Cluster) -> str:
         if not (value[:1].isdecimal() or value[:1] == "["):
             lines.append(line)
             continue
-        unit = keys_of(kind)[key].unit if is_dataclass(kind) else "FLOP/s"
+        unit = keys_of(kind)[key].unit if isinstance(kind, type) else "FLOP/s"
         lines.append(f"{f'{key} = {_in_thousands(value)}':<34}  # {unit}")
     return "\n".join(lines) + "\n"
 

@@ -40,11 +40,6 @@ class Rounds:
         return self.step < self._exchange.dense
 
     @property
-    def is_at_start(self) -> bool:
-        """Whether no step of the round was made."""
-        return self.step <= self._first
-
-    @property
     def is_at_end(self) -> bool:
         """Whether all steps of the round were made."""
         return self.step >= self._first + self._length
