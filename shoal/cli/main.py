@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     first = next((word for word in words if not word.startswith("-")), "")
     gc.disable()  # a collection goes through all modules that are imported, and finds nothing
-    for command in COMMANDS:
+    for command in [first] if first in COMMANDS and first != "completion" else COMMANDS:
         add_command(commands, command, is_asked=first in (command, "completion"))
     gc.enable()
     parser.set_defaults(program=parser)  # one command prints a script for the parser
