@@ -7,8 +7,9 @@ import importlib
 import inspect
 import re
 from collections.abc import Sequence
+from typing import get_type_hints
 
-from shoal.cluster.keys import KEYS
+from shoal.cluster.keys import keys_of
 
 __all__ = ["attributes", "field_rows", "name_rows"]
 
@@ -31,16 +32,16 @@ def name_rows(names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
 
 def field_rows(described: type) -> tuple[list[str], list[list[str]]]:
     """The fields of a dataclass that files describe, with unit, default and example."""
-    meanings = attributes(described)
+    meanings, types = attributes(described), get_type_hints(described)
     rows = []
     for field in dataclasses.fields(described):
-        kind = _WRITTEN.get(str(field.type), "table")
+        kind = _WRITTEN.get(getattr(types[field.name], "__name__", ""), "table")
         if field.name in _NAMED:
             kind = _NAMED[field.name]
         default = "needed" if field.default is dataclasses.MISSING else _toml(field.default)
         if field.default_factory is not dataclasses.MISSING:
             default = "defaults"
-        unit, example = KEYS[described.__name__][field.name]
+        unit, example = keys_of(described)[field.name]
         example = "" if example.startswith("[") and field.name != "tile" else f"`{example}`"
         unit = "" if unit in kind or kind in unit else unit
         rows.append([f"`{field.name}`", kind, unit, default, example, meanings[field.name]])

@@ -5,10 +5,13 @@ Memory is binary (KiB, MiB), rates are decimal (GB/s), time is in seconds.
 
 from __future__ import annotations
 
+import math
 import re
+from typing import Any
 
 __all__ = [
     "exact_bytes",
+    "finite",
     "format_bytes",
     "format_count",
     "format_seconds",
@@ -115,3 +118,12 @@ def parse_count(text: str) -> float:
         return float(number) * scale
     except ValueError:
         raise ValueError(f"{text!r} is not a count; write counts as 15T, 300B, 1.5M or 1e12") from None
+
+
+def finite(value: Any) -> Any:
+    """Return values for JSON, which has no infinity and no NaN: None in their place, at any depth."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

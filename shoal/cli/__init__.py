@@ -1,4 +1,4 @@
-"""The command line: `main.py` finds the command, and each command has a file.
+"""The command line: `main.py` runs the command that is asked for, `commands.py` lists them, each has a file.
 
-A command's module has `add_parser` and `run`, and imports torch only when it runs.
+Modules of commands import torch only when they run.
 """

@@ -1,42 +1,33 @@
-"""`shoal advise RUN`: what would make the run's step faster, and by how much."""
+"""Looks at where the time of a run went, and prints what would make its step faster: other shares of the
+batch for slower ranks, another split into stages, data that is prepared beside the training, and, where
+the machines are known, other buckets or another Plan. Each gain is predicted from the run's own
+measurements.
+The best is applied by: shoal train --resume RUN --advice
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.table import paragraph
+from shoal.cli.table import as_json, paragraph
 from shoal.errors import RunError, UserError
+from shoal.run.directory import resume_command
 from shoal.units import format_seconds
 
 if TYPE_CHECKING:
     from shoal.advise import Advice, Known
     from shoal.run import Run
 
-__all__ = ["add_parser", "advice_on", "run"]
-
-_DESCRIPTION = """\
-Looks at where the time of a run went, and prints what would make its step faster: other shares of the batch
-for slower ranks, another split into stages, data that is prepared beside the training, and, where the
-machines are known, other buckets or another Plan. Each gain is predicted from the run's own measurements.
-The best is applied by: shoal train --resume RUN --advice
-"""
+__all__ = ["add_arguments", "advice_on", "run"]
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "advise",
-        help="say what would make a run faster, with the predicted gain",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("path", metavar="RUN", type=Path, help="the directory of a run")
     parser.add_argument(
         "--cluster",
@@ -44,7 +35,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="the machines, on which other Plans are played (default: the run's --cluster, if any)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
     told = advice_on(Run.open(args.path), args.cluster)
     if args.json:
-        print(json.dumps({"advice": [asdict(each) | {"gain": each.gain} for each in told]}, indent=2))
+        print(as_json({"advice": [asdict(each) | {"gain": each.gain} for each in told]}))
     else:
         print(_text(told, args.path))
     return 0
@@ -123,10 +113,7 @@ def _text(told: Sequence[Advice], path: Path) -> str:
                 f"  step {format_seconds(each.before)} now, {format_seconds(each.after)} predicted: "
                 f"{'up to ' if each.is_bound else ''}{each.gain:.1%} less",
                 f"  {paragraph(each.reason)}",
-                *[
-                    f"  shoal train --resume {shlex.quote(str(path))} --set '{setting}'"
-                    for setting in each.settings
-                ],
+                *[f"  {resume_command(path)} --set '{setting}'" for setting in each.settings],
             ]
         )
         for each in told

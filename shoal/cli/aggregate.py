@@ -1,6 +1,12 @@
-"""`shoal aggregate`: adds up what hosts send, where the switch is, for the algorithm in-network.
+"""Adds up what the hosts of process groups send, and sends the sums back. Run it where the network's switch
+is: on a machine that every host reaches as fast as its own link allows. Then set
+SHOAL_AGGREGATOR=HOST:PORT for the ranks. An all-reduce by the algorithm in-network sends each byte over a
+host's link once up and once down; a ring among k hosts takes 2(k-1)/k each way.
 
-Exit codes: 0 stopped by a termination signal; 2, it cannot listen there; 130, stopped by Ctrl-C.
+It takes everyone who reaches the address, unless SHOAL_AGGREGATOR_SECRET_FILE names a file with a secret, for
+it and for the ranks; make one with: (umask 077; head -c 32 /dev/urandom > FILE). Ctrl-C stops it.
+
+Exit codes: 0 stopped by a termination signal; 2 it cannot listen there; 130 stopped by Ctrl-C.
 """
 
 from __future__ import annotations
@@ -9,36 +15,17 @@ import argparse
 import signal
 import sys
 
-__all__ = ["add_parser", "run"]
-
-_DESCRIPTION = """\
-Adds up what the hosts of process groups send, and sends the sums back. Run it where the network's switch is:
-on a machine that every host reaches as fast as its own link allows. Then set SHOAL_AGGREGATOR=HOST:PORT for
-the ranks. An all-reduce by the algorithm in-network sends each byte over a host's link once up and once down;
-a ring among k hosts takes 2(k-1)/k each way.
-
-It takes everyone who reaches the address, unless SHOAL_AGGREGATOR_SECRET_FILE names a file with a secret, for
-it and for the ranks; make one with: (umask 077; head -c 32 /dev/urandom > FILE). Ctrl-C stops it.
-
-Exit codes: 0 stopped by a termination signal; 2 it cannot listen there; 130 stopped by Ctrl-C.
-"""
+__all__ = ["add_arguments", "run"]
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "aggregate",
-        help="add up what hosts send, where the switch is",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument(
         "--listen",
         metavar="HOST:PORT",
         required=True,
         help="an address of this machine; with port 0 the system chooses one. It is printed",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,6 +1,12 @@
-"""`shoal bench`: how fast collectives are, on local ranks that it starts or on those that are there.
+"""Measures collectives: checks results, then times all backends in interleaved rounds. Without arguments, it
+measures all-reduce on two local ranks over shoal and gloo. Under torchrun, srun or mpirun, it runs as one of
+the ranks they started. With the backend mpi, it starts its ranks through mpirun.
 
-Exit codes: 0; 1, a result was wrong or a rank failed; 2, wrong input; 130, stopped by Ctrl-C.
+backends: shoal; shoal-shared (buffers in shared memory); gloo; nccl; mpi (through mpi4py); oneccl;
+memory (the same reads and writes on private memory, without communication: what shared memory cannot beat)
+collectives: all_reduce all_gather reduce_scatter all_to_all broadcast reduce gather scatter send_recv barrier
+
+Exit codes: 0 measured; 1 a result was wrong, or a rank failed; 2 wrong input; 130 stopped.
 """
 
 from __future__ import annotations
@@ -19,31 +25,13 @@ if TYPE_CHECKING:
     from shoal.bench.world import Ranks
     from shoal.launch import Nursery
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_arguments", "run"]
 
 _STOPPED = 130
 
-_DESCRIPTION = """\
-Measures collectives: checks results, then times all backends in interleaved rounds. Without arguments, it
-measures all-reduce on two local ranks over shoal and gloo. Under torchrun, srun or mpirun, it runs as one of
-the ranks they started. With the backend mpi, it starts its ranks through mpirun.
 
-backends: shoal; shoal-shared (buffers in shared memory); gloo; nccl; mpi (through mpi4py); oneccl;
-memory (the same reads and writes on private memory, without communication: what shared memory cannot beat)
-collectives: all_reduce all_gather reduce_scatter all_to_all broadcast reduce gather scatter send_recv barrier
-
-Exit codes: 0 measured; 1 a result was wrong, or a rank failed; 2 wrong input; 130 stopped.
-"""
-
-
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "bench",
-        help="measure collectives: any backend, any size, checked",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument(
         "--collective",
         metavar="NAME,...",
@@ -88,7 +76,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="instead, time every algorithm of the backend shoal, and write the table from which it chooses, "
         "as TOML",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

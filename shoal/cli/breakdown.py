@@ -1,22 +1,27 @@
-"""A Breakdown as an object for JSON and as tables for the terminal: of a run, or of a prediction."""
+"""Breakdowns, verdicts and predictions of a step: as objects for JSON, and as text for the terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.cli.table import table_of
-from shoal.timeline import Breakdown, CollectiveFigures, Parts
+from shoal.timeline import Breakdown, CollectiveFigures, Parts, Purpose
 from shoal.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from shoal.diagnosis import Verdict
 
 __all__ = [
     "breakdown_summary",
     "collectives_text",
+    "compare_text",
     "launch_text",
     "named_collectives_text",
     "parts_text",
     "ranks_text",
+    "verdict_summary",
     "words",
 ]
 
@@ -124,6 +129,27 @@ def named_collectives_text(collectives: Sequence[Mapping[str, Any]]) -> str:
     ]
     names = ["each collective of a step", "count", "bytes", "algorithm", "seconds", "overlapped", "exposed"]
     return table_of(names, rows)
+
+
+def compare_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the result of `kinds_compared` as a table."""
+    return table_of(
+        ["predicted beside measured", "predicted", "measured", "error"],
+        [
+            [
+                f"  {row['kind']}" if row["kind"] in tuple(Purpose) else words(row["kind"]),
+                f"{row['predicted']:.6f}",
+                f"{row['measured']:.6f}",
+                "-" if row["error"] is None else f"{row['error']:+.1%}",
+            ]
+            for row in rows
+        ],
+    )
+
+
+def verdict_summary(verdict: Verdict) -> dict[str, Any]:
+    """Return an object for JSON; `sentences` has the verdict in words."""
+    return {**asdict(verdict), "sentences": list(verdict.sentences())}
 
 
 def words(name: str) -> str:

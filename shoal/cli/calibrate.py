@@ -1,16 +1,22 @@
-"""`shoal calibrate RUN ...`: corrects a description of machines by what runs measured on them."""
+"""Compares measured runs with predictions for their machines, and writes a corrected description that
+predicts them better. The time of the optimizer corrects the memory's rate; forward and backward correct
+the device's; collectives correct the links'; waits for later ranks correct the jitter. No rate leaves the
+bounds of the data sheet; the error that remains is printed. A difference that the spread of the steps
+explains is not corrected, and the reason is printed: run nothing else beside a run that is to calibrate.
+
+Exit codes: 0 corrected; 2 wrong input.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.table import paragraph, table_of
+from shoal.cli.table import as_json, paragraph, table_of
 from shoal.errors import RunError
 
 if TYPE_CHECKING:
@@ -19,27 +25,11 @@ if TYPE_CHECKING:
     from shoal.cost.outlook import Observation
     from shoal.run import Run
 
-__all__ = ["add_parser", "run"]
-
-_DESCRIPTION = """\
-Compares measured runs with predictions for their machines, and writes a corrected description that predicts
-them better. The time of the optimizer corrects the memory's rate; forward and backward correct the device's;
-collectives correct the links'; waits for later ranks correct the jitter. No rate leaves the bounds of the
-data sheet; the error that remains is printed. A difference that the spread of the steps explains is not
-corrected, and the reason is printed: run nothing else beside a run that is to calibrate.
-
-Exit codes: 0 corrected; 2 wrong input.
-"""
+__all__ = ["add_arguments", "run"]
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "calibrate",
-        help="correct a description of machines with measured runs",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("paths", metavar="RUN", type=Path, nargs="+", help="the directory of a run")
     parser.add_argument(
         "--cluster",
@@ -50,7 +40,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--out", metavar="FILE", type=Path, required=True, help="file for the corrected description"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -67,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     cluster = _cluster(runs[0], args.cluster)
     found = calibrate(cluster, [_observation(each, cluster) for each in runs])
     found.cluster.write(args.out)
-    print(json.dumps(_summary(found), indent=2) if args.json else _text(found))
+    print(as_json(_summary(found)) if args.json else _text(found))
     print(f"description written to {args.out}", file=sys.stderr)
     return 0
 
@@ -102,10 +91,7 @@ def _observation(run: Run, cluster: Cluster) -> Observation:
 
 
 def _summary(found: Calibration) -> dict[str, object]:
-    corrections = [
-        asdict(each) | {"left": each.left, "spread": each.spread if math.isfinite(each.spread) else None}
-        for each in found.corrections
-    ]
+    corrections = [asdict(each) | {"left": each.left} for each in found.corrections]
     return {"cluster": asdict(found.cluster), "corrections": corrections}
 
 

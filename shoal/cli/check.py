@@ -1,36 +1,4 @@
-"""`shoal check`: proves that a layout computes the same training as one device, or says where it departs.
-
-Exit codes: 0, all Plans pass; 1, one computes something else, or did not end; 2, wrong input; 130, stopped by
-Ctrl-C.
-"""
-
-from __future__ import annotations
-
-import argparse
-import json
-import math
-import os
-import sys
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
-
-from shoal.cli.local import nursery_for
-from shoal.errors import ConfigError, WorkerError
-from shoal.plan import SYNCHRONOUS, Plan, SettledPlan
-from shoal.plan.legal import VARIED, legal_plans
-
-if TYPE_CHECKING:
-    from shoal.check import AnyTrial, CheckJob, Deviation, StepReport, Verdict
-    from shoal.launch import Nursery, World
-
-__all__ = ["add_parser", "run", "tell"]
-
-_REFUSED, _STOPPED = 2, 130
-_LEAST_BATCH = 8
-_ZOO = "shoal.testing.zoo:"
-
-_DESCRIPTION = """\
-Trains the same model on the same samples on one device and under a Plan, and compares loss, gradients,
+"""Trains the same model on the same samples on one device and under a Plan, and compares loss, gradients,
 gradient norm and parameters after each step. Samples are random tokens, unless the model's factory returns a
 Task of shoal.models, which brings its own batches and loss. The bound of each deviation is measured: a
 multiple of the difference on one device between sums in this order and in another order and higher precision.
@@ -40,15 +8,33 @@ dropout, because its masks depend on the layout; dropout of Shoal's models stays
 Exit codes: 0 all Plans pass; 1 a Plan computes something else, or did not end; 2 wrong input; 130 stopped.
 """
 
+from __future__ import annotations
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "check",
-        help="prove that a layout computes the same training as one device",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+import argparse
+import os
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from shoal.cli.local import nursery_for
+from shoal.cli.table import as_json
+from shoal.errors import ConfigError, WorkerError
+from shoal.plan import SYNCHRONOUS, Plan, SettledPlan
+from shoal.plan.legal import VARIED, legal_plans
+
+if TYPE_CHECKING:
+    from shoal.check import AnyTrial, CheckJob, Deviation, StepReport, Verdict
+    from shoal.launch import Nursery, World
+
+__all__ = ["add_arguments", "run", "tell"]
+
+_REFUSED, _STOPPED = 2, 130
+_LEAST_BATCH = 8
+_ZOO = "shoal.testing.zoo:"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--plan", metavar="PLAN", help="a Plan, such as dp=2,shard=zero3")
     which.add_argument(
@@ -113,7 +99,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="device to train on (default auto)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -269,7 +254,7 @@ def _conclude(args: argparse.Namespace, trial: AnyTrial, verdicts: list[Verdict]
     }
     if args.json:
         content = {"trial": asdict(trial), **counts, "plans": [asdict(verdict) for verdict in verdicts]}
-        print(json.dumps(_finite(content), indent=2))
+        print(as_json(content))
     elif args.all:
         told = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
         print(f"{len(verdicts)} Plans: {told}")
@@ -326,12 +311,3 @@ def _share_of_bound(verdict: Verdict) -> str:
 
 def _indented(text: str) -> str:
     return "\n".join(f"    {line.strip()}" for line in text.splitlines())
-
-
-def _finite(value: Any) -> Any:
-    """Replace numbers that are not finite by null, as JSON has no name for them."""
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

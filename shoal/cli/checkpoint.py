@@ -1,36 +1,30 @@
-"""`shoal checkpoint`: list the checkpoints of a run, verify, compare, copy and convert them.
+"""Lists the checkpoints of a run, newest first, verifies and compares them, copies them to an object store
+and back, and converts them.
 
-Exit codes: 0, all are sound, or both are equal; 1, one is corrupt, or there is none, or two differ; 2, a path
+Exit codes: 0 all are sound, or both are equal; 1 one is corrupt, or there is none, or two differ; 2 a path
 does not exist, or is there already.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from shoal.cli.table import as_json
 from shoal.errors import ConfigError, CorruptCheckpointError, RunError, nearest
 from shoal.units import format_bytes
 
 if TYPE_CHECKING:
     from shoal.checkpoint import Difference
 
-__all__ = ["add_parser", "run", "run_convert", "run_copy", "run_diff"]
+__all__ = ["add_arguments", "run", "run_convert", "run_copy", "run_diff"]
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command and its subcommands to the program."""
-    parser = commands.add_parser(
-        "checkpoint",
-        help="list, verify, compare, copy and convert checkpoints",
-        description="Lists the checkpoints of a run, newest first, verifies and compares them, copies them "
-        "to an object store and back, and converts them.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     for action, path_help, text in (
         (
@@ -118,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
 
     check = verify if args.action == "verify" else check_sizes
     rows = [_row(path, check) for path in resolve(args.path)]
-    print(json.dumps([asdict(row) for row in rows], indent=2) if args.json else _table(rows))
+    print(as_json([asdict(row) for row in rows]) if args.json else _table(rows))
     if args.action == "verify" and not args.json:
         print(f"\n{_verdict(rows)}")
     return 1 if any(row.problem for row in rows) else 0
@@ -139,8 +133,8 @@ def run_diff(args: argparse.Namespace) -> int:
     found = [each for each in compare(first, second) if not (args.weights and _is_of_optimizer(each.name))]
     found.sort(key=lambda each: (not each.problem, -each.largest, each.name))
     if args.json:
-        rows = [asdict(replace(each, largest=_as_json(each.largest))) for each in found]
-        print(json.dumps(rows, indent=2))
+        rows = [asdict(each) for each in found]
+        print(as_json(rows))
         return 1 if found else 0
     names = read_manifest(first).tensors.keys() | read_manifest(second).tensors.keys()
     compared = [name for name in names if not (args.weights and _is_of_optimizer(name))]
@@ -209,11 +203,6 @@ def _require_path(path: Path) -> None:
             possible="a run, a directory of checkpoints, or one checkpoint: a step-N directory",
             change="correct the path",
         )
-
-
-def _as_json(number: float) -> Any:
-    """Return a number for JSON, which has no infinity: None in its place."""
-    return number if math.isfinite(number) else None
 
 
 def _is_of_optimizer(name: str) -> bool:

@@ -1,25 +1,4 @@
-"""`shoal cluster`: lists, shows, checks, exports and imports descriptions of machines.
-
-Exit codes: 0; 2, wrong input, such as a file that contradicts itself.
-"""
-
-from __future__ import annotations
-
-import argparse
-import json
-import sys
-from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
-
-from shoal.cli.files import write_new
-from shoal.errors import ClusterError
-
-__all__ = ["add_parser", "run"]
-
-_GIGABIT = 1e9 / 8
-_DESCRIPTION = """\
-Describes machines for the commands that predict. Start from the preset that is nearest, and edit it:
+"""Describes machines for the commands that predict. Start from the preset that is nearest, and edit it:
 
   shoal cluster ls
   shoal cluster export dgx-h100:64 --out mine.toml
@@ -28,27 +7,37 @@ Describes machines for the commands that predict. Start from the preset that is 
 
 Exit codes: 0; 2 wrong input, such as a file that contradicts itself.
 """
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+from shoal.cli.files import write_new
+from shoal.cli.table import as_json
+from shoal.errors import ClusterError
+
+__all__ = ["add_arguments"]
+
+_GIGABIT = 1e9 / 8
 _IMPORT = """\
 Describes a node from its topology, as NCCL (or RCCL) writes it to NCCL_TOPO_DUMP_FILE, or as
 `nvidia-smi topo -m` prints it. Says what it took for granted. Ask for more nodes with --devices.
 """
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command and its subcommands to the program."""
-    parser = commands.add_parser(
-        "cluster",
-        help="list, show, check, export and import descriptions of machines",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the subcommands."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
 
     def add(name: str, text: str, action: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
         added: argparse.ArgumentParser = actions.add_parser(
             name, help=text.partition(".")[0], description=text
         )
-        added.set_defaults(act=action)
+        added.set_defaults(run=action)
         return added
 
     add("ls", "Lists the presets: a node of each.", _list).add_argument(
@@ -80,7 +69,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     imported.add_argument("--devices", metavar="N", type=int, help="devices in all (default: one node's)")
     imported.add_argument("--name", metavar="NAME", help="name of the machines (default: the file's)")
     _add_out(imported)
-    parser.set_defaults(run=run)
 
 
 def _add_out(parser: argparse.ArgumentParser) -> None:
@@ -88,22 +76,11 @@ def _add_out(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it is there")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the subcommand.
-
-    Raises:
-        ClusterError: There are no such machines, or a file contradicts itself or cannot be read.
-        UserError: A file cannot be written, or is there already.
-    """
-    code: int = args.act(args)
-    return code
-
-
 def _list(args: argparse.Namespace) -> int:
     from shoal.cli.cluster_text import list_rows, list_text
 
     rows = list_rows()
-    print(json.dumps(rows, indent=2) if args.json else list_text(rows))
+    print(as_json(rows) if args.json else list_text(rows))
     return 0
 
 
@@ -114,7 +91,7 @@ def _show(args: argparse.Namespace) -> int:
 
     cluster = Cluster.parse(args.cluster)
     if args.json:
-        print(json.dumps({"cluster": asdict(cluster), "derived": asdict(derived(cluster))}, indent=2))
+        print(as_json({"cluster": asdict(cluster), "derived": asdict(derived(cluster))}))
     else:
         print(show_text(cluster))
     return 0
@@ -130,7 +107,7 @@ def _check(args: argparse.Namespace) -> int:
     warnings = implausible(cluster)
     if args.json:
         summary = {"cluster": asdict(cluster), "derived": asdict(derived(cluster)), "warnings": warnings}
-        print(json.dumps(summary, indent=2))
+        print(as_json(summary))
     else:
         verdict = f"{len(warnings)} warnings" if len(warnings) > 1 else "1 warning" if warnings else "sound"
         print(f"{args.file}: {cluster.name}, {verdict}\n\n{derived_text(cluster)}")
@@ -142,7 +119,7 @@ def _export(args: argparse.Namespace) -> int:
     from shoal.cluster import Cluster
     from shoal.cluster.description import commented_toml
 
-    _put(args, commented_toml(Cluster.parse(args.cluster).described()))
+    _put(args, commented_toml(Cluster.parse(args.cluster)))
     return 0
 
 
@@ -166,7 +143,7 @@ def _import(args: argparse.Namespace) -> int:
     )
     if args.devices is not None:
         cluster = cluster.with_devices(args.devices)
-    _put(args, commented_toml(cluster.described()))
+    _put(args, commented_toml(cluster))
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     _warn(implausible(cluster))

@@ -8,9 +8,9 @@ from dataclasses import fields
 from typing import Any
 
 from shoal.cli.table import labelled, paragraph, table_of
-from shoal.cluster import PRESETS, Cluster, Device
+from shoal.cluster import PRESETS, Cluster, Device, Level
 from shoal.cluster.derived import derived
-from shoal.cluster.keys import key_of
+from shoal.cluster.keys import keys_of
 from shoal.units import format_bytes, format_seconds
 
 __all__ = ["derived_text", "list_rows", "list_text", "show_text"]
@@ -149,7 +149,7 @@ def _section(
     """Return a heading, the fields with their units, and the source."""
     kind = type(described)
     rows = [
-        (each.name, _value_text(kind.__name__, each.name, getattr(described, each.name)))
+        (each.name, _value_text(kind, each.name, getattr(described, each.name)))
         for each in fields(kind)  # type: ignore[arg-type]
         if each.name not in (*without, "source")
     ]
@@ -160,18 +160,17 @@ def _section(
     return f"{heading}\n{labelled([*rows, *more], indent='  ')}{told}"
 
 
-def _value_text(kind: str, name: str, value: Any) -> str:
+def _value_text(kind: type, name: str, value: Any) -> str:
     """Return a field's value with its unit."""
-    written = key_of(kind, name)
-    unit = written.unit if written else ""
-    if value == 0 and name in _UNKNOWN and not (kind == "Cluster" and name == "reserved"):
+    unit = keys_of(kind)[name].unit
+    if value == 0 and name in _UNKNOWN and (kind, name) != (Cluster, "reserved"):
         return "not known"
     if value == "":
         return "nothing"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if unit.startswith("bytes/s"):
-        gigabits = f" ({value / _GIGABIT:g} Gbit/s)" if kind == "Level" else ""
+        gigabits = f" ({value / _GIGABIT:g} Gbit/s)" if kind is Level else ""
         return _scaled(value, "B/s") + gigabits
     if unit == "bytes":
         return format_bytes(round(value))

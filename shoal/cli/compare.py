@@ -1,26 +1,4 @@
-"""`shoal compare RUN RUN`: what is slower in the second run; `--scaling RUN ...`: speed over ranks."""
-
-from __future__ import annotations
-
-import argparse
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from shoal.cli.breakdown import words
-from shoal.cli.table import labelled, paragraph, table_of
-from shoal.errors import RunError
-from shoal.units import format_bytes
-
-if TYPE_CHECKING:
-    from shoal.compare import Difference, RunValues
-
-__all__ = ["add_parser", "run"]
-
-_DESCRIPTION = """\
-Compares two runs value by value: the seconds of a step by kind, each collective, tokens/s and memory.
+"""Compares two runs value by value: the seconds of a step by kind, each collective, tokens/s and memory.
 Steps depend on their neighbours, so blocks of steps are tested, and a difference counts only if it is larger
 than what a run drifts by itself. Train each for 500 steps or more, on a machine that does nothing else, or
 both at the same time: then their steps are compared in pairs.
@@ -28,6 +6,25 @@ With --scaling it takes runs on different numbers of ranks, and fits how their s
 
 Exit codes: 0 compared; 1 with --check if the second run is slower; 2 wrong input.
 """
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shoal.cli.breakdown import words
+from shoal.cli.table import as_json, labelled, paragraph, table_of
+from shoal.errors import RunError
+from shoal.units import format_bytes
+
+if TYPE_CHECKING:
+    from shoal.compare import Difference, RunValues
+
+__all__ = ["add_arguments", "run"]
+
 _UNITS: Mapping[str, Callable[[float], str]] = {
     "s": lambda value: f"{value:.6f} s",
     "tokens/s": lambda value: f"{value:,.0f}",
@@ -35,14 +32,8 @@ _UNITS: Mapping[str, Callable[[float], str]] = {
 }
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "compare",
-        help="find what differs between two runs, or how speed grows with ranks",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("paths", metavar="RUN", type=Path, nargs="+", help="the directory of a run")
     parser.add_argument("--scaling", action="store_true", help="fit the speed of runs over their ranks")
     parser.add_argument(
@@ -52,7 +43,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--check", action="store_true", help="exit with 1 if the second run's step is slower")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -83,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
             possible="runs with steps, in metrics.jsonl or in the timeline",
             change="give two runs that made steps",
         )
-    print(json.dumps(_summary(before, after, rows), indent=2) if args.json else _text(before, after, rows))
+    print(as_json(_summary(before, after, rows)) if args.json else _text(before, after, rows))
     slower = {("step", Verdict.HIGHER), ("mean step", Verdict.HIGHER), ("tokens/s", Verdict.LOWER)}
     return int(args.check and any((row.name, row.verdict) in slower for row in rows))
 

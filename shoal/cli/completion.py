@@ -1,16 +1,5 @@
-"""`shoal completion SHELL`: prints a script with which the Tab key completes the command."""
-
-from __future__ import annotations
-
-import argparse
-from collections.abc import Mapping
-from pathlib import Path
-
-__all__ = ["add_parser", "run"]
-
-_DESCRIPTION = """\
-Prints a script for the Tab key: it completes commands, options, files, and names of models and clusters. The
-script is fixed text: it does not start Shoal. Print it again after an update.
+"""Prints a script for the Tab key: it completes commands, options, files, and names of models and clusters.
+The script is fixed text: it does not start Shoal. Print it again after an update.
 
 bash: shoal completion bash > ~/.local/share/bash-completion/completions/shoal
       (without the package bash-completion: add the line `source FILE` to ~/.bashrc)
@@ -19,17 +8,18 @@ zsh:  shoal completion zsh > DIR/_shoal
 fish: shoal completion fish > ~/.config/fish/completions/shoal.fish
 """
 
+from __future__ import annotations
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "completion",
-        help="print a script that completes this command in bash, zsh or fish",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("shell", metavar="SHELL", choices=("bash", "zsh", "fish"), help="bash, zsh or fish")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

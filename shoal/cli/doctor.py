@@ -1,18 +1,22 @@
-"""`shoal doctor`: examines this machine, a recorded one, or the hosts of a run.
+"""Examines this machine for what slows or stops training: RDMA or TCP, GPUs, network cards and NUMA nodes,
+idle rails, congestion and pauses, throttled clocks, ECC and Xid errors, busy cores and other processes,
+limits, memory and disk. Each row has a verdict (ok, warn, bad, unknown), its evidence, and what to do. Run
+it while ranks communicate: rows about traffic compare two moments.
 
-Exit codes: 0, nothing is bad; 1, at least one row is bad; 2, wrong input.
+With RUN it prints what each host of a run looked like when the run started.
+
+Exit codes: 0 nothing is bad; 1 at least one row is bad; 2 wrong input.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from shoal.cli.table import paragraph
+from shoal.cli.table import as_json, paragraph
 from shoal.doctor import (
     Finding,
     HostReport,
@@ -30,31 +34,14 @@ from shoal.doctor import (
 from shoal.errors import ConfigError, RunError
 from shoal.run import Run
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_arguments", "run"]
 
 _MOST_LOG = 64 << 20  # characters
 _LONGEST = 3600.0  # seconds
 
-_DESCRIPTION = """\
-Examines this machine for what slows or stops training: RDMA or TCP, GPUs, network cards and NUMA nodes, idle
-rails, congestion and pauses, throttled clocks, ECC and Xid errors, busy cores and other processes, limits,
-memory and disk. Each row has a verdict (ok, warn, bad, unknown), its evidence, and what to do. Run it while
-ranks communicate: rows about traffic compare two moments.
 
-With RUN it prints what each host of a run looked like when the run started.
-
-Exit codes: 0 nothing is bad; 1 at least one row is bad; 2 wrong input.
-"""
-
-
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "doctor",
-        help="examine this machine, or the hosts of a run, for what slows or stops training",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("path", metavar="RUN", type=Path, nargs="?", help="the directory of a run")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
@@ -67,7 +54,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--record", metavar="DIR", type=Path, help="also write all that is read into a new folder, for --root"
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -87,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     verdict = worst(each for findings in found.values() for each in findings)
     if args.json:
         hosts = {host: [asdict(each) for each in findings] for host, findings in found.items()}
-        print(json.dumps({"verdict": verdict, "hosts": hosts}, indent=2))
+        print(as_json({"verdict": verdict, "hosts": hosts}))
     else:
         print(_text(found))
     return int(verdict is Verdict.BAD)

@@ -1,4 +1,9 @@
-"""`shoal drain RUN RANK|HOST`: a rank or a host leaves a run that goes on, after its step."""
+"""Asks a rank, or all ranks of a host, to leave a run that goes on. They finish their step with the others,
+all save their state in memory, and the others go on without them. The run was started with --nproc
+MIN:MAX, or with --nodes; at least MIN must stay.
+
+Exit codes: 0 they have left; 1 they failed before they could; 2 wrong input, or the run does not answer.
+"""
 
 from __future__ import annotations
 
@@ -13,30 +18,16 @@ from shoal.errors import RunError
 from shoal.run import Run
 from shoal.run.writer import is_written
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_arguments", "run"]
 
-_DESCRIPTION = """\
-Asks a rank, or all ranks of a host, to leave a run that goes on. They finish their step with the others, all
-save their state in memory, and the others go on without them. The run was started with --nproc MIN:MAX, or
-with --nodes; at least MIN must stay.
-
-Exit codes: 0 they have left; 1 they failed before they could; 2 wrong input, or the run does not answer.
-"""
 _ANSWER = 30.0  # seconds for the launcher to answer
 _LOOK = 0.1  # seconds between looks for the answer
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "drain",
-        help="let a rank or a host leave a run that goes on",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("path", metavar="RUN", type=Path, help="the run's directory")
     parser.add_argument("what", metavar="RANK|HOST", help="a rank's number, or a host's address or name")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

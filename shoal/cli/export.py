@@ -1,4 +1,7 @@
-"""`shoal export RUN DIR`: the weights of a run, as a folder that Hugging Face's tools read."""
+"""Writes the weights of a run's newest sound checkpoint, its configuration and its tokenizer into a new
+folder, which from_pretrained and inference engines read. A run with LoRA gives its adapters alone, as peft
+reads them, or with --merge the whole model.
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,11 @@ from pathlib import Path
 
 from shoal.units import format_bytes
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_arguments", "run"]
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "export",
-        help="write a trained model in Hugging Face's layout",
-        description="Writes the weights of a run's newest sound checkpoint, its configuration and its "
-        "tokenizer into a new folder, which from_pretrained and inference engines read. A run with LoRA "
-        "gives its adapters alone, as peft reads them, or with --merge the whole model.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("path", metavar="RUN", type=Path, help="a run, or one of its checkpoints")
     parser.add_argument("directory", metavar="DIR", type=Path, help="the folder to make")
     parser.add_argument(
@@ -33,7 +29,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         action="store_true",
         help="add the adapters of a run with LoRA to the weights (default: write the adapters alone)",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -117,7 +117,7 @@ def failures_summary(
         "failures": found.failures,
         "without_spare": found.without_spare,
         "goodput": found.goodput,
-        "goodput_error": found.error if math.isfinite(found.error) else None,
+        "goodput_error": found.error,
         "goodput_low": found.low,
         "goodput_high": found.high,
         "lost": found.lost,

@@ -1,23 +1,4 @@
-"""`shoal hang PATH`: who did not come to which collective, from what a hang left behind.
-
-Exit codes: 0, a cause was found; 1, none was; 2, wrong input.
-"""
-
-from __future__ import annotations
-
-import argparse
-import json
-from dataclasses import asdict
-from pathlib import Path
-
-from shoal.cli.table import paragraph
-from shoal.errors import RunError
-from shoal.hang import Cause, RankState, is_dump_folder, judge, read_dumps, read_states
-
-__all__ = ["add_parser", "run"]
-
-_DESCRIPTION = """\
-Says why a collective did not complete: which ranks did not come to it, or called something else, and what
+"""Says why a collective did not complete: which ranks did not come to it, or called something else, and what
 they did instead. PATH is a run, whose log/hang/ has the states of all ranks; or a folder of dumps of torch's
 flight recorder, as pickles or JSON, which NCCL's watchdog writes (TORCH_NCCL_DEBUG_INFO_TEMP_FILE). Pickles
 are read as plain data: a dump that names code is refused.
@@ -25,18 +6,23 @@ are read as plain data: a dump that names code is refused.
 Exit codes: 0 a cause was found; 1 none was; 2 wrong input.
 """
 
+from __future__ import annotations
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "hang",
-        help="say which rank did not come to a collective, and why",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+
+from shoal.cli.table import as_json, paragraph
+from shoal.errors import RunError
+from shoal.hang import Cause, RankState, is_dump_folder, judge, read_dumps, read_states
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("path", metavar="PATH", type=Path, help="a run, or a folder of dumps")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -48,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     folder, states = _states(args.path)
     verdict = judge(states)
     if args.json:
-        print(json.dumps(asdict(verdict), indent=2))
+        print(as_json(asdict(verdict)))
     else:
         print(paragraph(verdict.text))
         print("\n".join(f"  {line}" for line in verdict.lines))

@@ -1,4 +1,8 @@
-"""`shoal launch`: starts `shoal train` where the machines are: here, by ssh, Slurm, Kubernetes or Ray."""
+"""Starts a training elsewhere: shoal launch TARGET [options] -- train [options of shoal train].
+With --dry-run it prints what it would run or submit, and does nothing.
+
+The exit codes are those of `shoal train`; Slurm, Kubernetes and Ray start a training again according to them.
+"""
 
 from __future__ import annotations
 
@@ -10,38 +14,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli import launch_container, launch_kubernetes, launch_node, launch_slurm
+from shoal.cli import launch_kubernetes, launch_node, launch_slurm
 from shoal.cli.launched_train import TrainWords, add_words
-from shoal.cli.local import positive_seconds, positive_whole, whole
+from shoal.cli.local import least_and_most, positive_seconds, positive_whole, whole
 from shoal.errors import ConfigError
+from shoal.submit import Container
 
 if TYPE_CHECKING:
     from shoal.fleet import Policy, Work
 
-__all__ = ["add_parser"]
-
-_DESCRIPTION = """\
-Starts a training elsewhere: shoal launch TARGET [options] -- train [options of shoal train].
-With --dry-run it prints what it would run or submit, and does nothing.
-
-The exit codes are those of `shoal train`; Slurm, Kubernetes and Ray start a training again according to them.
-"""
+__all__ = ["add_arguments"]
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command and its targets to the program."""
-    parser = commands.add_parser(
-        "launch",
-        help="start a training on other machines: by ssh, Slurm, Kubernetes or Ray",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the targets."""
     targets = parser.add_subparsers(dest="target", metavar="TARGET", required=True)
     _add_local(targets)
     _add_ssh(targets)
     _add_ray(targets)
-    for target in (launch_slurm, launch_kubernetes, launch_container, launch_node):
-        target.add_target(targets)
+    launch_slurm.add_target(targets)
+    launch_kubernetes.add_target(targets)
+    _add_container(targets)
+    launch_node.add_target(targets)
 
 
 def _add_local(targets: argparse._SubParsersAction) -> None:
@@ -95,6 +89,23 @@ def _add_ray(targets: argparse._SubParsersAction) -> None:
     parser.add_argument("--folder", metavar="DIR", help="working directory on each node; that of here")
     add_words(parser)
     parser.set_defaults(run=_run_ray)
+
+
+def _add_container(targets: argparse._SubParsersAction) -> None:
+    parser = targets.add_parser(
+        "container",
+        help="in a container, whose Containerfile this prints",
+        description="Prints a Containerfile, which buildah, podman and docker build in the folder of Shoal's "
+        "source. A container of it trains with the words after --, or does what it is given instead.",
+    )
+    parser.add_argument(
+        "--base", metavar="IMAGE", default="python:3.12-slim", help="with Python, its venv, and apt"
+    )
+    parser.add_argument(
+        "--extra", metavar="NAME", action="append", default=[], help="an extra of Shoal, such as hf"
+    )
+    add_words(parser)
+    parser.set_defaults(run=_run_container)
 
 
 def _add_fleet(parser: argparse.ArgumentParser) -> None:
@@ -183,15 +194,19 @@ def _run_ray(args: argparse.Namespace) -> int:
         return train_on(cluster.hosts, work, policy, cluster.open_channel)
 
 
+def _run_container(args: argparse.Namespace) -> int:
+    words = TrainWords.of(args.words).words
+    print(Container(words=words, base=args.base, extras=args.extra).text, end="")
+    return 0
+
+
 def _policy(args: argparse.Namespace, hosts: int) -> Policy:
     from shoal.fleet import Policy
 
-    least, between, most = (args.nodes or str(hosts)).partition(":")
-    if not (least.isdecimal() and (most.isdecimal() or not between)):
-        least, most = "0", "0"
+    least, most = least_and_most(args.nodes or str(hosts)) or (0, 0)
     policy = Policy(
-        least=int(least),
-        most=int(most or least),
+        least=least,
+        most=most,
         restarts=args.restarts,
         pause=args.backoff,
         strikes=args.strikes,

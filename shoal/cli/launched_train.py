@@ -9,7 +9,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Self
 
-from shoal.cli import nodes, train
+from shoal.cli.commands import add_command
+from shoal.cli.nodes import given_run
 from shoal.errors import ConfigError
 
 __all__ = ["TrainWords", "add_words"]
@@ -41,13 +42,13 @@ class TrainWords:
                 change="write: shoal launch TARGET [options] -- train [options of shoal train]",
             )
         parser = argparse.ArgumentParser(prog="shoal launch TARGET --")
-        train.add_parser(parser.add_subparsers())
+        add_command(parser.add_subparsers(), "train")
         return cls(tuple(words), parser.parse_args(words))
 
     @property
     def run(self) -> Path:
         """The directory of the run, as far as the words say; that of a run that goes on is not in them."""
-        return nodes.given_run(self.parsed) or Path("runs")
+        return given_run(self.parsed) or Path("runs")
 
     @property
     def grace(self) -> float | None:
@@ -91,7 +92,7 @@ def add_words(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "words",
-        metavar=("-- train", "OPTION"),
+        metavar="WORD",
         nargs="+",
-        help="what to start: shoal train, with its options",
+        help="what to start, after --: train, with its options",
     )

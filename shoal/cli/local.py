@@ -1,4 +1,4 @@
-"""What commands that start ranks share: where processes come from, and types of numbers for argparse."""
+"""What commands that start ranks share: where processes come from, and how numbers are read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shoal.launch import Nursery
 
-__all__ = ["nursery_for", "positive_seconds", "positive_whole", "whole"]
+__all__ = ["least_and_most", "nursery_for", "positive_seconds", "positive_whole", "whole"]
 
 
 def nursery_for(args: argparse.Namespace, module: str) -> AbstractContextManager[Nursery | None]:
@@ -49,3 +49,12 @@ def whole(text: str) -> int:
     if number < 0:
         raise argparse.ArgumentTypeError(f"{text} is below 0")
     return number
+
+
+def least_and_most(text: str) -> tuple[int, int] | None:
+    """Return the numbers of `N` or `MIN:MAX`; N is both. None if they are no whole numbers."""
+    least, between, most = text.partition(":")
+    try:
+        return int(least), int(most if between else least)
+    except ValueError:
+        return None

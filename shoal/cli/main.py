@@ -9,21 +9,14 @@ import os
 import select
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 
+from shoal.cli.commands import COMMANDS, add_command
 from shoal.cli.version import PrintVersion
 from shoal.errors import ShoalError, WorkerError
 from shoal.limits import NotRegularError
 from shoal.signals import keep_exit_codes
 
 __all__ = ["main"]
-
-_COMMANDS = (
-    *("train", "launch", "sample", "report", "watch", "web", "compare", "advise", "what-if", "check"),
-    *("schedule", "plan", "scale", "simulate", "checkpoint", "bench", "aggregate", "cluster", "probe"),
-    *("calibrate", "validate", "export", "memory", "doctor", "hang", "drain", "completion"),
-)
-"""Each is also the name of its module, with `_` for `-`."""
 
 _OF_THE_PLACE = frozenset(
     {errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
@@ -52,7 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action=PrintVersion)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    _add_commands(commands, sys.argv[1:] if arguments is None else arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    first = next((word for word in words if not word.startswith("-")), "")
+    gc.disable()  # a collection goes through all modules that are imported, and finds nothing
+    for command in [first] if first in COMMANDS and first != "completion" else COMMANDS:
+        add_command(commands, command, is_asked=first in (command, "completion"))
+    gc.enable()
     parser.set_defaults(program=parser)  # one command prints a script for the parser
     parsed = parser.parse_args(arguments)
     parsed.is_program = arguments is None  # else the caller may have threads
@@ -106,16 +104,6 @@ def _has_lost_reader(descriptor: int) -> bool:
     asked = select.poll()
     asked.register(descriptor, 0)
     return any(told & (select.POLLERR | select.POLLHUP) for _, told in asked.poll(0))
-
-
-def _add_commands(commands: argparse._SubParsersAction, arguments: Sequence[str]) -> None:
-    """Add the command that is asked for, or all: to import them takes as long as to run a short one."""
-    first = arguments[0] if arguments else ""
-    is_enough = first in _COMMANDS and first != "completion"
-    gc.disable()  # a collection goes through all modules, and finds nothing
-    for command in [first] if is_enough else _COMMANDS:
-        import_module(f"shoal.cli.{command.replace('-', '_')}").add_parser(commands)
-    gc.enable()
 
 
 if __name__ == "__main__":

@@ -1,15 +1,22 @@
-"""`shoal memory RUN|PLAN`: what a rank holds at its peak, predicted beside measured, and by block."""
+"""Says what a rank holds at its peak: weights, gradients, the optimizer's state, activations; and how much
+each block has.
+
+Of a run it shows what its second step measured, beside the prediction for its Plan if its model is a preset.
+Measured activations are all tensors that are not one of the others: what forward keeps for backward, working
+memory, gathered weights, buckets.
+
+Of a Plan, such as dp=8,tp=8,shard=zero1, it shows the prediction, and needs --model, --cluster and --batch.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.table import labelled, paragraph, table_of
+from shoal.cli.table import as_json, labelled, paragraph, table_of
 from shoal.cli.workload import open_workload
 from shoal.errors import RunError, UserError
 from shoal.run import OUTSIDE
@@ -20,31 +27,14 @@ if TYPE_CHECKING:
     from shoal.cost.memory import PieceMemory
     from shoal.run import MeasuredMemory
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_arguments", "run"]
 
 _STATES = ("weights", "gradients", "optimizer")
 _MOST_RANKS = 16  # ranks that are printed; --json has all
 
-_DESCRIPTION = """\
-Says what a rank holds at its peak: weights, gradients, the optimizer's state, activations; and how much each
-block has.
 
-Of a run it shows what its second step measured, beside the prediction for its Plan if its model is a preset.
-Measured activations are all tensors that are not one of the others: what forward keeps for backward, working
-memory, gathered weights, buckets.
-
-Of a Plan, such as dp=8,tp=8,shard=zero1, it shows the prediction, and needs --model, --cluster and --batch.
-"""
-
-
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "memory",
-        help="say what fills a rank's memory, in a run or under a Plan",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("what", metavar="RUN|PLAN", help="the directory of a run, or a Plan")
     parser.add_argument(
         "--model", metavar="MODEL", help="of a Plan: a preset, or a .json file of a traced model"
@@ -61,7 +51,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--rank", metavar="R", type=int, help="of a run: the rank whose blocks are shown")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -78,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         summary = _of_plan(args)
         text = _plan_text
-    print(json.dumps(summary, indent=2) if args.json else text(summary))
+    print(as_json(summary) if args.json else text(summary))
     return 0
 
 

@@ -17,10 +17,10 @@ from shoal.units import parse_bytes
 if TYPE_CHECKING:
     from shoal.check import Trial
 
-__all__ = ["ModelStages", "add_arguments", "open_model"]
+__all__ = ["ModelStages", "add_model", "open_model"]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the options for the model and for its costs."""
     model = parser.add_argument_group("stages of a model, in place of equal ones")
     model.add_argument(

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.cli.local import least_and_most
 from shoal.errors import ConfigError, PlanError
 from shoal.scratch import scratch_folder
 from shoal.values import encode
@@ -20,13 +21,13 @@ if TYPE_CHECKING:
     from shoal.launch import Meeting, Nursery
     from shoal.train import Job
 
-__all__ = ["add_arguments", "given_run", "run_on_hosts"]
+__all__ = ["add_nodes", "given_run", "run_on_hosts"]
 
 _PORT = 29500  # torchrun's
 _MOST_GIVEN = 1 << 15  # characters of settings that are compared: a link's first message is short
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_nodes(parser: argparse.ArgumentParser) -> None:
     """Add the arguments about several hosts to the command."""
     parser.add_argument(
         "--nodes",
@@ -162,11 +163,7 @@ def _require_common(address: tuple[str, int], nodes: str, most: int) -> None:
 
 
 def _number_of_hosts(args: argparse.Namespace) -> tuple[int, int]:
-    least, between, most = args.nodes.partition(":")
-    try:
-        hosts = int(least), int(most if between else least)
-    except ValueError:
-        hosts = 0, 0
+    hosts = least_and_most(args.nodes) or (0, 0)
     if not 1 <= hosts[0] <= hosts[1]:
         raise ConfigError(
             f"--nodes {args.nodes} is no number of hosts",

@@ -129,12 +129,12 @@ def long_run_summary(run: LongRun, cluster: Cluster) -> dict[str, Any]:
         "steps": run.steps,
         "tokens": run.tokens,
         "step_seconds": goodput.step,
-        "days": _finite(run.days),
-        "dollars": _finite(run.dollars) or None,
+        "days": run.days,
+        "dollars": run.dollars or None,
         "kilowatt_hours": _energy(run, cluster),
         "goodput": goodput.share if fails else None,
-        "failures": _finite(run.failures) if fails else None,
-        "seconds_between_failures": _finite(goodput.between_failures),
+        "failures": run.failures if fails else None,
+        "seconds_between_failures": goodput.between_failures,
         "steps_between_checkpoints": goodput.interval if fails else None,
         "checkpoint_bytes": run.checkpoint,
         "save_seconds": run.save,
@@ -157,10 +157,6 @@ def _energy(run: LongRun, cluster: Cluster) -> float | None:
     if not cluster.power.device or not math.isfinite(run.days):
         return None
     return kilowatt_hours(cluster, run.days * _DAY)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def long_run_text(run: LongRun, cluster: Cluster) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 from shoal.cli.band import ASIDE, aside, band_summary, band_text
 from shoal.cli.files import write_text
 from shoal.cli.outlook import add_outlook, as_asked, long_run_of, long_run_summary, long_run_text
-from shoal.cli.table import paragraph, table_of
+from shoal.cli.table import as_json, paragraph, table_of
 from shoal.cli.traffic import traffic_summary, traffic_text
-from shoal.cli.workload import MFU, add_arguments, add_margin, open_workload
+from shoal.cli.workload import MFU, add_margin, add_workload, open_workload
 from shoal.errors import ModelError
 from shoal.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from shoal.planner import Candidate, Choice, Explanation, Unequal
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_arguments", "run"]
 
 _DESCRIPTION = f"""\
 Finds the fastest Plans for a model on a cluster. Considers every legal Plan, leaves out those that do not fit
@@ -40,15 +39,10 @@ Exit codes: 0 a Plan was found; 2 wrong input, or the model does not fit.
 """
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "plan",
-        help="choose the best Plan for a model on a cluster, and say why",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_arguments(parser)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.description = _DESCRIPTION
+    add_workload(parser)
     add_margin(parser)
     add_outlook(parser)
     parser.add_argument("--batch", metavar="N", type=int, required=True, help="sequences in a step")
@@ -63,7 +57,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--write", metavar="CONFIG.toml", type=Path, help="also write a configuration for shoal train"
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -100,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     if run is not None:
         summary["long_run"] = long_run_summary(run, best.cluster)
     if args.json:
-        print(json.dumps(summary, indent=2))
+        print(as_json(summary))
     else:
         print(_text(summary) + (f"\n\n{long_run_text(run, best.cluster)}" if run is not None else ""))
     return 0

@@ -1,12 +1,18 @@
-"""`shoal probe`: measures this machine, and writes a description that plans are made with.
+"""Measures this machine: matrix products by shape and type, passes over memory, attention, small operators,
+and each collective by size, within a host and between hosts, with all ranks busy. Fits a description of
+the machine, reports errors of the fit and suspicious figures, and writes the description to a file for
+--cluster. A fit that errs by more than a quarter is not used: a known GPU keeps its preset's figures, with
+a warning.
 
-Exit codes: 0; 1, a rank failed; 2, wrong input; 130, stopped by Ctrl-C.
+Starts one rank on this machine for each GPU, or for each core. Under torchrun or srun, it runs as one of the
+ranks they started; measure on three hosts or more to describe a fabric.
+
+Exit codes: 0 measured; 1 a rank failed; 2 wrong input; 130 stopped.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from dataclasses import asdict, replace
@@ -14,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shoal.cli.local import nursery_for
-from shoal.cli.table import table_of
+from shoal.cli.table import as_json, table_of
 from shoal.cluster import Cluster
 from shoal.errors import ConfigError, UserError, WorkerError, nearest
 
@@ -23,32 +29,14 @@ if TYPE_CHECKING:
     from shoal.launch import Nursery
     from shoal.probe import Probed
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_arguments", "run"]
 
 _STOPPED = 130
 _BACKENDS = ("shoal", "gloo", "nccl")
 
-_DESCRIPTION = """\
-Measures this machine: matrix products by shape and type, passes over memory, attention, small operators, and
-each collective by size, within a host and between hosts, with all ranks busy. Fits a description of the
-machine, reports errors of the fit and suspicious figures, and writes the description to a file for --cluster.
-A fit that errs by more than a quarter is not used: a known GPU keeps its preset's figures, with a warning.
 
-Starts one rank on this machine for each GPU, or for each core. Under torchrun or srun, it runs as one of the
-ranks they started; measure on three hosts or more to describe a fabric.
-
-Exit codes: 0 measured; 1 a rank failed; 2 wrong input; 130 stopped.
-"""
-
-
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "probe",
-        help="measure this machine, and write a description for --cluster",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument(
         "--out",
         metavar="FILE",
@@ -87,7 +75,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--quick", action="store_true", help="measure fewer rounds and sizes, with larger errors"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object, with every measurement")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -216,7 +203,7 @@ def _tell(args: argparse.Namespace, probed: Probed, files: float) -> None:
     if args.links:
         cluster = cluster.with_links_of(Cluster.parse(args.links))
     cluster.write(args.out)
-    print(json.dumps(_summary(probed, cluster), indent=2) if args.json else _text(probed, cluster))
+    print(as_json(_summary(probed, cluster)) if args.json else _text(probed, cluster))
     for suspicion in probed.suspicions:
         print(f"warning: {suspicion}", file=sys.stderr)
     print(f"description written to {args.out}", file=sys.stderr)

@@ -1,9 +1,8 @@
-"""`shoal report RUN`: where the time of a run went, how fast it was, what it reached."""
+"""Explains a run: where the time of a step went, how fast it was, what loss it reached."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -11,23 +10,21 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from shoal.cli.account import account_text
 from shoal.cli.breakdown import (
     breakdown_summary,
     collectives_text,
+    compare_text,
     launch_text,
     named_collectives_text,
     parts_text,
     ranks_text,
+    verdict_summary,
     words,
 )
 from shoal.cli.exchanged import exchanged_summary, exchanged_text
 from shoal.cli.files import write_file
-from shoal.cli.prediction import compare_text
-from shoal.cli.steps import asked_steps, only_steps
-from shoal.cli.table import labelled, table_of
+from shoal.cli.table import as_json, labelled, paragraph, table_of
 from shoal.cli.timelines import timeline_at
-from shoal.cli.verdict import verdict_summary, verdict_text
 from shoal.cluster import Cluster
 from shoal.cost.outlook import account_summary
 from shoal.diagnosis import told_by, verdict
@@ -44,25 +41,21 @@ from shoal.simulate import (
     stage_times,
 )
 from shoal.timeline import Breakdown, Timeline, explain, named_collectives, write_chrome_trace
-from shoal.units import format_count
+from shoal.units import format_count, format_seconds, parse_steps
 
-__all__ = ["add_parser", "run", "summarise"]
+__all__ = ["add_arguments", "run", "summarise"]
 
 _DESCRIBED = ("name", "plan", "world_size", "model", "device", "since_step")
 _OF_METRICS = (
     *("loss", "validation_loss", "validation_accuracy", "servers", "decisions"),
     *("tokens_per_second", "tokens_per_second_per_device", "mfu"),
 )
+_LEAST_LOSS = 0.0005  # share of the wall clock below which a cause is not named
 _WORKS = ("forward", "backward", "input", "weight")
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "report",
-        help="explain a run: where its time went, how fast it was, what it reached",
-        description="Explains a run: where the time of a step went, how fast it was, what loss it reached.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument(
         "path",
         metavar="RUN",
@@ -94,7 +87,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="also compare with a prediction for these machines, such as a file of `shoal probe` "
         "(default: the run's --cluster, if any)",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -107,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         UserError: The trace cannot be written.
         ShoalError: A file of the run is malformed.
     """
-    steps = asked_steps(args)
+    steps = _asked_steps(args)
     if is_foreign(args.path):
         return _report_foreign(args)
     opened = Run.open(args.path)
@@ -130,15 +122,59 @@ def run(args: argparse.Namespace) -> int:
         if args.collectives:
             summary["each_collective"] = [asdict(each) for each in named_collectives(timeline)]
     if args.trace is not None:
-        shown = timeline if steps is None else only_steps(steps, timeline, opened)
+        shown = timeline if steps is None else _only_steps(steps, timeline, opened)
         _write_trace(opened, shown, args.rank, args.trace)
     if args.parquet is not None:
         from shoal.cli.parquet import write_parquet
 
         folder = args.parquet
         write_file("tables", folder, "--parquet", lambda folder: write_parquet(opened, timeline, folder))
-    print(json.dumps(summary, indent=2) if args.json else _text(summary))
+    print(as_json(summary) if args.json else _text(summary))
     return 0
+
+
+def _asked_steps(args: argparse.Namespace) -> tuple[int, int] | None:
+    """Return the first and the last step of --steps, if it is given.
+
+    Raises:
+        UserError: It cannot be read, or there is no --trace.
+    """
+    if args.steps is None:
+        return None
+    try:
+        steps = parse_steps(args.steps)
+    except ValueError as error:
+        raise UserError(
+            f"--steps {args.steps} was given",
+            possible="FIRST:LAST, such as 100:105, or one number",
+            change="correct --steps",
+        ) from error
+    if args.trace is None:
+        raise UserError(
+            "--steps was given without --trace",
+            possible="--trace FILE with --steps",
+            change="add --trace FILE, or leave out --steps",
+        )
+    return steps
+
+
+def _only_steps(steps: tuple[int, int], timeline: Timeline, run: Run) -> Timeline:
+    """Return the spans of some steps, from the first start on any rank to the last end."""
+    recorded = timeline.steps()
+    found = [
+        span
+        for rank in timeline.ranks
+        for index in recorded
+        if steps[0] <= index <= steps[1] and (span := timeline.step(rank, index)) is not None
+    ]
+    if not found:
+        among = f"steps {recorded[0]} to {recorded[-1]}, or some of them" if recorded else "none"
+        raise RunError(
+            f"{run.path} has no recorded step from {steps[0]} to {steps[1]}",
+            possible=f"what it recorded: {among}",
+            change="give other --steps",
+        )
+    return timeline.window(min(span.start for span in found), max(span.stop for span in found))
 
 
 def _report_foreign(args: argparse.Namespace) -> int:
@@ -165,7 +201,7 @@ def _report_foreign(args: argparse.Namespace) -> int:
         summary["each_collective"] = [asdict(each) for each in named_collectives(timeline)]
     if args.trace is not None:
         _write_trace(run, timeline, args.rank, args.trace)
-    print(json.dumps(summary, indent=2) if args.json else _text(summary))
+    print(as_json(summary) if args.json else _text(summary))
     return 0
 
 
@@ -294,13 +330,13 @@ def _write_trace(run: Run, timeline: Timeline, rank: int | None, path: Path) -> 
 def _text(summary: Mapping[str, Any]) -> str:
     paragraphs = [_heading(summary)]
     if summary.get("account") is not None:
-        paragraphs.append(account_text(summary["account"]))
+        paragraphs.append(_account_text(summary["account"]))
     if (breakdown := summary["breakdown"]) is None:
         paragraphs.append(
             "The run has no timeline of steps under this Plan, so it cannot say where the time went."
         )
     else:
-        paragraphs += [verdict_text(summary["verdict"]), parts_text(breakdown)]
+        paragraphs += ["\n".join(map(paragraph, summary["verdict"]["sentences"])), parts_text(breakdown)]
         if launch := launch_text(breakdown, summary["plan"] or ""):
             paragraphs.append(launch)
         if len(breakdown["ranks"]) > 1:
@@ -349,6 +385,34 @@ def _heading(summary: Mapping[str, Any]) -> str:
     if summary["mfu"] is not None:
         rows.append(("MFU", f"{summary['mfu']:.1%}"))
     return labelled(rows)
+
+
+def _account_text(summary: Mapping[str, Any]) -> str:
+    """Return an object of `account_summary` in a few lines."""
+    starts, failed = summary["launches"], summary["failures"]
+    counts = f"{starts} start{'s' if starts != 1 else ''}, {failed} failure{'s' if failed != 1 else ''}"
+    rows = [
+        ("wall clock", f"{format_seconds(summary['wall_seconds'])}: {counts}"),
+        (
+            "goodput",
+            f"{summary['goodput']:.1%}: {format_seconds(summary['step_seconds'])} of steps that count",
+        ),
+    ]
+    least = _LEAST_LOSS * summary["wall_seconds"]
+    lost = sorted(summary["lost_seconds"].items(), key=lambda each: -each[1])
+    if told := [f"{name} {format_seconds(seconds)}" for name, seconds in lost if seconds > least]:
+        rows.append(("lost", ", ".join(told)))
+    rows.append(("cost so far", _cost(summary["device_hours"], summary["dollars"])))
+    if summary["steps_left"] and summary["seconds_left"] is not None:
+        cost = _cost(summary["device_hours_left"], summary["dollars_left"])
+        time = format_seconds(summary["seconds_left"])
+        rows.append(("to go", f"{summary['steps_left']} steps in {time}: {cost}"))
+    return labelled(rows)
+
+
+def _cost(device_hours: float, dollars: float | None) -> str:
+    money = "" if dollars is None else f", ${dollars:,.2f}"
+    return f"{device_hours:,.4g} device hours{money}"
 
 
 def _stages_text(stages: Sequence[Mapping[str, Any]]) -> str:

@@ -1,4 +1,4 @@
-"""`shoal sample RUN`: prints text that the model of a run makes."""
+"""Continues a prompt with the model of a run, from its newest sound checkpoint."""
 
 from __future__ import annotations
 
@@ -9,16 +9,11 @@ from pathlib import Path
 
 from shoal.errors import RunError
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_arguments", "run"]
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "sample",
-        help="print what a trained model writes",
-        description="Continues a prompt with the model of a run, from its newest sound checkpoint.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("path", metavar="RUN", type=Path, help="a run, or one of its checkpoints")
     parser.add_argument("--prompt", default="\n", help="what to continue (default: a new line)")
     parser.add_argument("--tokens", type=int, default=300, help="how many tokens to add (default: 300)")
@@ -27,7 +22,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--top-k", type=int, help="draw only from this many of the most likely tokens")
     parser.add_argument("--seed", type=int, default=0, help="seed of the draws (default: 0)")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

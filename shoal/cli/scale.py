@@ -1,9 +1,14 @@
-"""`shoal scale`: step time and efficiency against the number of devices, planned anew for each."""
+"""Chooses the best Plan for each number of devices, and prints step time, efficiency and the share of
+exposed communication. Efficiency is tokens/s of a device, relative to the fewest devices. Doubling the
+devices pays if it gives at least 1.5 times the tokens/s; at the wall it gives none. Amdahl's law divides
+the compute of the fewest devices evenly, and keeps the rest of the step as it is; other Plans may be quicker.
+
+Exit codes: 0 predicted; 2 wrong input, or no number of devices has a Plan that fits.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from shoal.cli.band import ASIDE, aside, band_summary
 from shoal.cli.files import write_text
 from shoal.cli.outlook import add_outlook, as_asked, long_run_of, long_run_summary
-from shoal.cli.table import table_of
-from shoal.cli.workload import add_arguments, add_margin, open_workload
+from shoal.cli.table import as_json, table_of
+from shoal.cli.workload import add_margin, add_workload, open_workload
 from shoal.errors import PlanError
 from shoal.units import format_seconds
 
@@ -21,27 +26,12 @@ if TYPE_CHECKING:
     from shoal.cost.outlook import LongRun
     from shoal.planner import Point, Scaling
 
-__all__ = ["add_parser", "run"]
-
-_DESCRIPTION = """\
-Chooses the best Plan for each number of devices, and prints step time, efficiency and the share of
-exposed communication. Efficiency is tokens/s of a device, relative to the fewest devices. Doubling the
-devices pays if it gives at least 1.5 times the tokens/s; at the wall it gives none. Amdahl's law divides
-the compute of the fewest devices evenly, and keeps the rest of the step as it is; other Plans may be quicker.
-
-Exit codes: 0 predicted; 2 wrong input, or no number of devices has a Plan that fits.
-"""
+__all__ = ["add_arguments", "run"]
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "scale",
-        help="draw the scaling curve: step time and efficiency against devices",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_arguments(parser)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    add_workload(parser)
     add_margin(parser)
     add_outlook(parser)
     batch = parser.add_mutually_exclusive_group(required=True)
@@ -57,7 +47,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--svg", metavar="FILE", type=Path, help="also draw the curve")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -91,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     if args.svg is not None:
         write_text("picture", args.svg, "--svg", picture(scaling, title))
     if args.json:
-        print(json.dumps(_summary(scaling, runs), indent=2))
+        print(as_json(_summary(scaling, runs)))
     else:
         print(f"{title}\n\n{_text(scaling, runs)}")
     return 0

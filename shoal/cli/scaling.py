@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.table import paragraph, table_of
+from shoal.cli.table import as_json, paragraph, table_of
 from shoal.cluster import Cluster
 from shoal.compare.scaling import ScalingLaw
 from shoal.errors import RunError, UserError
@@ -50,7 +49,7 @@ def run_scaling(args: argparse.Namespace) -> int:
     """
     points = sorted((_point(Run.open(path), args.cluster) for path in args.paths), key=lambda at: at.ranks)
     law = ScalingLaw.fit([at.ranks for at in points], [at.tokens_per_second for at in points])
-    print(json.dumps(_summary(points, law), indent=2) if args.json else _text(points, law))
+    print(as_json(_summary(points, law)) if args.json else _text(points, law))
     return 0
 
 
@@ -92,9 +91,8 @@ def _summary(points: Sequence[_Point], law: ScalingLaw | None) -> dict[str, Any]
     ]
     told = None
     if law is not None:
-        most = law.most if math.isfinite(law.most) else None
         further = {str(ranks): _fitted(law, ranks) for ranks in _further(points)}
-        told = asdict(law) | {"most": most, "further": further}
+        told = asdict(law) | {"further": further}
     return {"points": rows, "law": told}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import shutil
 import sys
@@ -13,8 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol, final
 
 from shoal.cli.files import write_text
-from shoal.cli.model_stages import ModelStages, add_arguments, open_model
-from shoal.cli.table import table_of
+from shoal.cli.model_stages import ModelStages, add_model, open_model
+from shoal.cli.table import as_json, table_of
 from shoal.errors import PlanError
 from shoal.plan import Plan
 from shoal.plan.schedules import FOUND, NAMES, Played, Schedule, Times, kind_of, make, play, search
@@ -22,7 +21,7 @@ from shoal.plan.schedules.draw import draw
 from shoal.plan.schedules.text import picture
 from shoal.units import format_bytes
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_arguments", "run"]
 
 _WIDTH_OF_FILES = 160  # columns of a picture where there is no terminal
 
@@ -43,14 +42,9 @@ Exit codes: 0 drawn; 2 wrong input.
 """
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "schedule",
-        help="show pipeline schedules: their tables, bubbles and activations",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.description = _DESCRIPTION
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--name", metavar="NAME", help="the schedule, such as zb-v (default 1f1b)")
     which.add_argument("--compare", action="store_true", help="all schedules, side by side")
@@ -81,8 +75,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--svg", metavar="FILE", type=Path, help="also draw it into a file")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    add_arguments(parser)
-    parser.set_defaults(run=run)
+    add_model(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -104,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         write_text("picture", args.svg, "--svg", draw(played))
     if args.json:
         summaries = [_summary(each, model) for each in played]
-        print(json.dumps({"schedules": summaries} if args.compare else summaries[0], indent=2))
+        print(as_json({"schedules": summaries} if args.compare else summaries[0]))
     elif args.compare:
         print(_comparison(played, model))
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,11 +12,10 @@ from shoal.cli.band import band_summary, band_text
 from shoal.cli.breakdown import breakdown_summary, collectives_text, parts_text, ranks_text
 from shoal.cli.failures import add_failures, failures_summary, failures_text
 from shoal.cli.files import write_file, write_text
-from shoal.cli.offload import offload_summary, offload_text
 from shoal.cli.outlook import add_outlook, as_asked, long_run_of, long_run_summary, long_run_text
-from shoal.cli.table import labelled, paragraph, table_of
+from shoal.cli.table import as_json, labelled, paragraph, table_of
 from shoal.cli.traffic import traffic_summary, traffic_text
-from shoal.cli.workload import MFU, add_arguments, open_workload
+from shoal.cli.workload import MFU, add_workload, open_workload
 from shoal.errors import ConfigError, PlanError
 from shoal.units import format_bytes, format_count, format_seconds
 
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
     from shoal.cost import RankMemory
     from shoal.simulate import Simulation
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_arguments", "run"]
 
 _MOST_ROWS = 16  # ranks along the pipeline that are printed; --json has all
 
@@ -53,18 +51,13 @@ Exit codes: 0 predicted; 2 wrong input, or the Plan does not fit in memory (the 
 """
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "simulate",
-        help="predict a step of a Plan: its time, where it goes, its memory",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.description = _DESCRIPTION
     parser.add_argument(
         "--plan", metavar="PLAN", required=True, help="a Plan, such as dp=8,tp=8,pp=4,precision=bf16"
     )
-    add_arguments(parser)
+    add_workload(parser)
     parser.add_argument("--batch", metavar="N", type=int, required=True, help="sequences in a step")
     add_outlook(parser)
     add_failures(parser)
@@ -81,7 +74,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         "--trace", metavar="FILE", type=Path, help="also write the timeline for Perfetto or chrome://tracing"
     )
     parser.add_argument("--svg", metavar="FILE", type=Path, help="also draw the forwards and backwards")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -126,9 +118,9 @@ def run(args: argparse.Namespace) -> int:
     if args.slow:
         summary["workers"] = _workers_summary(simulation, args.slow)
     if simulation.plan.tiers.moved:
-        summary["offload"] = offload_summary(simulation)
+        summary["offload"] = _offload_summary(simulation)
     if args.json:
-        print(json.dumps(summary, indent=2))
+        print(as_json(summary))
     else:
         print(_text(summary) + (f"\n\n{long_run_text(run, cluster)}" if run is not None else ""))
         if played is not None:
@@ -136,7 +128,7 @@ def run(args: argparse.Namespace) -> int:
         if args.slow:
             print(f"\n{_workers_text(summary['workers'], args.slow)}")
         if "offload" in summary:
-            print(f"\n{offload_text(summary['offload'])}")
+            print(f"\n{_offload_text(summary['offload'])}")
     if not summary["fits"]:
         raise _does_not_fit(summary, args)
     return 0
@@ -184,6 +176,45 @@ def _workers_text(summary: Mapping[str, Any], slow: Sequence[str]) -> str:
         for each in summary["workers"]
     ]
     return f"{paragraph(heading)}\n{table_of(['worker', 'of the samples', 'computing'], rows)}"
+
+
+def _offload_summary(simulation: Simulation) -> dict[str, Any]:
+    """Return the effect of the Plan's `offload` on the rank that it slows most, as an object for JSON.
+
+    Raises:
+        ClusterError: See `shoal.cost.Costs.offload`.
+    """
+    from shoal.cost import Costs
+
+    costs, plan = Costs(simulation.workload, simulation.cluster), simulation.plan
+    count = plan.microbatches_of(simulation.batch)
+    found = max((costs.offload(plan, place, count) for place in range(plan.pp)), key=lambda each: each.extra)
+    return {
+        "places": plan.tiers.moved,
+        "extra_seconds": found.extra,
+        "exposed_seconds": dict(found.parts),
+        "replaced_seconds": found.replaced,
+        "link_bytes": found.link_bytes,
+        "file_bytes": found.file_bytes,
+        "host_bytes": found.host_bytes,
+    }
+
+
+def _offload_text(summary: Mapping[str, Any]) -> str:
+    """Return what offload costs and moves, as lines of text."""
+    exposed = ", ".join(
+        f"{name} {format_seconds(value)}" for name, value in summary["exposed_seconds"].items()
+    )
+    size = {name: format_bytes(round(summary[f"{name}_bytes"])) for name in ("link", "file", "host")}
+    moved = [f"{size['link']} over its link"] * bool(summary["link_bytes"])
+    moved += [f"{size['file']} of files"] * bool(summary["file_bytes"])
+    return "\n".join(
+        (
+            f"offload adds {format_seconds(summary['extra_seconds'])} to the step: exposed {exposed}; it "
+            f"replaces {format_seconds(summary['replaced_seconds'])} of the optimizer",
+            f"  a device moves {' and '.join(moved) or 'nothing'} in a step; a host keeps {size['host']}",
+        )
+    )
 
 
 def _does_not_fit(summary: Mapping[str, Any], args: argparse.Namespace) -> PlanError:

@@ -1,11 +1,15 @@
-"""Tables and paragraphs for the terminal."""
+"""Tables, paragraphs and JSON for the terminal."""
 
 from __future__ import annotations
 
+import json
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
-__all__ = ["labelled", "paragraph", "table_of"]
+from shoal.units import finite
+
+__all__ = ["as_json", "labelled", "paragraph", "table_of"]
 
 _COLUMNS = 100  # for text
 
@@ -32,3 +36,8 @@ def paragraph(text: str, *, indent: str = "  ") -> str:
     return textwrap.fill(
         text, _COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
+
+
+def as_json(value: Any) -> str:
+    """Return what a command prints with --json."""
+    return json.dumps(finite(value), indent=2)

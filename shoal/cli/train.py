@@ -1,10 +1,17 @@
-"""`shoal train`: trains a model; starts ranks on this machine, or joins those that a launcher started."""
+"""Trains a model. Without arguments, it trains a small transformer on the source of Python's standard
+library, with one local rank for each core. Under torchrun, srun or accelerate, it runs as one of the ranks
+they started.
+Two dashes end torchrun's own options: torchrun --nproc-per-node 8 --no-python -- shoal train --run DIR
+
+SIGTERM, SIGUSR1, SIGHUP and Ctrl-C end the run after its step, and save; a second Ctrl-C ends it at once.
+Exit codes: 0 all steps done; 1 a rank failed; 2 wrong input; 75 stopped by a signal after the state was saved
+(continue with --resume); 130 stopped before the state was saved.
+"""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,8 +19,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal.cli.local import nursery_for, positive_seconds
-from shoal.cli.nodes import add_arguments, run_on_hosts
+from shoal.cli.local import least_and_most, nursery_for, positive_seconds
+from shoal.cli.nodes import add_nodes, run_on_hosts
 from shoal.errors import ConfigError, PlanError, RunError, WorkerError
 from shoal.scratch import scratch_folder
 from shoal.signals import end_early
@@ -25,30 +32,13 @@ if TYPE_CHECKING:
     from shoal.run import Run
     from shoal.train import Job
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_arguments", "run"]
 
 _FAILED = (1, 130)  # exit codes after which resuming may help: a rank failed, or was stopped before it saved
 
-_DESCRIPTION = """\
-Trains a model. Without arguments, it trains a small transformer on the source of Python's standard library,
-with one local rank for each core. Under torchrun, srun or accelerate, it runs as one of the ranks they
-started.
-Two dashes end torchrun's own options: torchrun --nproc-per-node 8 --no-python -- shoal train --run DIR
 
-SIGTERM, SIGUSR1, SIGHUP and Ctrl-C end the run after its step, and save; a second Ctrl-C ends it at once.
-Exit codes: 0 all steps done; 1 a rank failed; 2 wrong input; 75 stopped by a signal after the state was saved
-(continue with --resume); 130 stopped before the state was saved.
-"""
-
-
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "train",
-        help="train a model, on this machine or as part of a cluster",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("config", metavar="CONFIG.toml", type=Path, nargs="?", help="the configuration")
     parser.add_argument(
         "--set",
@@ -87,7 +77,7 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="seconds that the system leaves from SIGTERM or SIGUSR1 to the kill, such as Slurm's --signal "
         "or Kubernetes' grace period; if they do not suffice to save, the command says so and ends before",
     )
-    add_arguments(parser)
+    add_nodes(parser)
     parser.add_argument("--run", metavar="DIR", type=Path, dest="directory", help="directory of the new run")
     parser.add_argument(
         "--resume",
@@ -112,7 +102,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="steps that torch.profiler traces into the run's profile/; short for --set "
         "record.profile=FIRST:LAST. SIGUSR2 to this command traces the next five steps",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -180,25 +169,19 @@ def _elasticity(args: argparse.Namespace) -> Elasticity | None:
     """Return how many ranks may be lost, as `--nproc MIN:MAX` says, and leave MAX in its place."""
     from shoal.launch import Elasticity
 
-    least, between, most = (args.nproc or "").partition(":")
-    try:
-        args.nproc = int(most if between else least) if args.nproc else None
-        if not between:
-            return None
-        elasticity = Elasticity(int(least), args.restarts)
-    except ValueError:
-        raise _wrong_nproc(args.nproc) from None
-    if not 1 <= elasticity.least <= args.nproc:
-        raise _wrong_nproc(f"{least}:{most}")
-    return elasticity
-
-
-def _wrong_nproc(given: str) -> ConfigError:
-    return ConfigError(
-        f"--nproc {given} is no number of ranks",
-        possible="N, or MIN:MAX with 1 <= MIN <= MAX",
-        change="write, for example, --nproc 4, or --nproc 2:4",
-    )
+    given = args.nproc
+    if not given:
+        args.nproc = None
+        return None
+    is_elastic, ranks = ":" in given, least_and_most(given)
+    if ranks is None or (is_elastic and not 1 <= ranks[0] <= ranks[1]):
+        raise ConfigError(
+            f"--nproc {given} is no number of ranks",
+            possible="N, or MIN:MAX with 1 <= MIN <= MAX",
+            change="write, for example, --nproc 4, or --nproc 2:4",
+        )
+    args.nproc = ranks[1]
+    return Elasticity(ranks[0], args.restarts) if is_elastic else None
 
 
 def _require_ranks(given: str | None, ranks: int) -> None:
@@ -311,14 +294,10 @@ def _telling_how_to_go_on(runs: Sequence[Path]) -> Iterator[None]:
 def _how_to_go_on(run: Path) -> str:
     """Return a sentence on how to resume a failed run; empty if it has saved nothing."""
     from shoal.checkpoint import checkpoints, step_of
-    from shoal.run import shown
+    from shoal.run.directory import resume_command
 
     saved = checkpoints(run / "checkpoints")
-    return (
-        f"Step {step_of(saved[0])} is saved; continue with: shoal train --resume {shlex.quote(shown(run))}"
-        if saved
-        else ""
-    )
+    return f"Step {step_of(saved[0])} is saved; continue with: {resume_command(run)}" if saved else ""
 
 
 def _checked_job(args: argparse.Namespace, ranks: int) -> Job:

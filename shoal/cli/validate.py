@@ -1,46 +1,36 @@
-"""`shoal validate TABLE.csv`: predictions beside published measurements, and how far off they are."""
+"""Predicts every row of a table of measurements, and prints prediction, measurement and error of each row.
+For each family of rows, and for all, it prints the median, mean and 90th percentile of the absolute
+errors, and the bias: the mean of the errors with their signs. The columns tell whether rows are training
+steps, layers, collectives or single operations; docs/guides/validate.md lists them.
+
+Exit codes: 0 predicted, however large the errors; 2 the table cannot be read, or some rows cannot be
+predicted: stderr lists these after the others.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from shoal.cli.table import table_of
+from shoal.cli.table import as_json, table_of
 from shoal.cluster import Cluster
 from shoal.errors import UserError
 from shoal.units import format_bytes, format_seconds
 from shoal.validate import Accuracy, Comparison, accuracy_of, validate
 from shoal.validate.collectives import over_all_collectives
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_arguments", "run"]
 
 _FEW = 20  # rows that are printed by default
 
 _HALVES = {"fitted": (True,), "held out": (False,), "all": (True, False)}
 
-_DESCRIPTION = """\
-Predicts every row of a table of measurements, and prints prediction, measurement and error of each row. For
-each family of rows, and for all, it prints the median, mean and 90th percentile of the absolute errors, and
-the bias: the mean of the errors with their signs. The columns tell whether rows are training steps, layers,
-collectives or single operations; docs/guides/validate.md lists them.
 
-Exit codes: 0 predicted, however large the errors; 2 the table cannot be read, or some rows cannot be
-predicted: stderr lists these after the others.
-"""
-
-
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "validate",
-        help="predict the rows of a table of measurements, and show the errors",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("table", metavar="TABLE.csv", help="the measurements")
     parser.add_argument(
         "--rows", action="store_true", help=f"print the rows, even if there are more than {_FEW}"
@@ -56,7 +46,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         help="predict all steps of the table for these machines (default: those that its rows name)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -72,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if refused and not comparisons:
         raise refused[0]
     if args.json:
-        print(json.dumps(_summary(comparisons, refused), indent=2))
+        print(as_json(_summary(comparisons, refused)))
     else:
         halves = ("fitted", "held out") if args.held_out else ("all",)
         parts = [_rows(comparisons)] if args.rows or len(comparisons) <= _FEW else []

@@ -1,4 +1,9 @@
-"""`shoal watch RUN`: what a run does now, in the terminal, until it ends."""
+"""Shows a run while it trains: loss, speed, time left, where the time of a step goes, and each rank. It reads
+the files of the run, so that it may be started and stopped at any time, on any host that has them.
+On a terminal it draws (extra `watch`); elsewhere it prints a line for each look. It ends when the run ends.
+
+Exit codes: 0 the run made its last step, or --once; 1 the run ended before that; 2 wrong input; 130 Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +24,8 @@ from shoal.errors import ShoalError, UserError
 if TYPE_CHECKING:
     from shoal.diagnosis.run_follower import RunFollower
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_arguments", "run"]
 
-_DESCRIPTION = """\
-Shows a run while it trains: loss, speed, time left, where the time of a step goes, and each rank. It reads
-the files of the run, so that it may be started and stopped at any time, on any host that has them.
-On a terminal it draws (extra `watch`); elsewhere it prints a line for each look. It ends when the run ends.
-
-Exit codes: 0 the run made its last step, or --once; 1 the run ended before that; 2 wrong input; 130 Ctrl-C.
-"""
 _LOOK_TERMINAL, _LOOK_PLAIN = 0.5, 10.0
 _REST = 4.0
 """Times of a look for which the command rests after it."""
@@ -39,14 +37,8 @@ _NICENESS = 10
 """Added to that of the command: ranks of this host go first."""
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "watch",
-        help="show a run while it trains",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument("path", metavar="RUN", type=Path, help="the directory of a run")
     parser.add_argument(
         "--every",
@@ -57,7 +49,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--once", action="store_true", help="look once, and end")
     parser.add_argument("--plain", action="store_true", help="print lines on a terminal too")
     parser.add_argument("--json", action="store_true", help="print one JSON object for each look")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -130,7 +121,7 @@ def line_of(run: RunFollower) -> str:
 
 
 def _print_json(run: RunFollower) -> None:
-    from shoal.cli.verdict import verdict_summary
+    from shoal.cli.breakdown import verdict_summary
     from shoal.cost.outlook import account_summary
     from shoal.run import json_number
 

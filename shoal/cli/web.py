@@ -1,4 +1,13 @@
-"""`shoal web [RUNS]`: pages about runs, and pictures that teach, for a browser."""
+"""Serves pages to a browser: a run while it is written (loss, speed, parts of the step, ranks, predicted
+beside measured), its timeline, the life of a step bucket by bucket, checkpoints and failures; and, without
+a run, pipeline schedules, collectives step by step, the choice of Plans, and the communication wall.
+
+It listens on this machine only, and answers only who has the token of the address that it prints. From
+another machine: ssh -L PORT:127.0.0.1:PORT HOST. With --export it writes the pages as files, and ends.
+
+Exit codes: 0 written, or stopped by a termination signal; 1 a file of the run is malformed; 2 wrong input;
+130 stopped by Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +19,11 @@ from pathlib import Path
 from shoal.errors import UserError
 from shoal.listener import loopback
 
-__all__ = ["add_parser", "run"]
-
-_DESCRIPTION = """\
-Serves pages to a browser: a run while it is written (loss, speed, parts of the step, ranks, predicted beside
-measured), its timeline, the life of a step bucket by bucket, checkpoints and failures; and, without a run,
-pipeline schedules, collectives step by step, the choice of Plans, and the communication wall.
-
-It listens on this machine only, and answers only who has the token of the address that it prints. From
-another machine: ssh -L PORT:127.0.0.1:PORT HOST. With --export it writes the pages as files, and ends.
-
-Exit codes: 0 written, or stopped by a termination signal; 1 a file of the run is malformed; 2 wrong input;
-130 stopped by Ctrl-C.
-"""
+__all__ = ["add_arguments", "run"]
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "web",
-        help="show runs, schedules, collectives and Plans in a browser",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument(
         "path",
         metavar="RUNS",
@@ -63,7 +54,6 @@ def add_parser(commands: argparse._SubParsersAction) -> None:
         default=[],
         help="a further name by which browsers reach it, such as that of a proxy; may be given several times",
     )
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,38 +1,32 @@
-"""`shoal what-if RUN`: the seconds that each slow rank, stage, link and wait costs a step."""
+"""Replays the steps of a run without a slow rank, stage, link, wait or kind of work, and prints the seconds
+that each costs, the slowdown by uneven work, and the critical path.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.table import labelled, paragraph, table_of
+from shoal.cli.table import as_json, labelled, paragraph, table_of
 from shoal.cli.timelines import timeline_at
 from shoal.errors import RunError
 from shoal.replay import WhatIf, what_if
 
-__all__ = ["add_parser", "run"]
+__all__ = ["add_arguments", "run"]
 
 _SMALLEST = 0.001  # share of a step of a change that is worth a row
 _ROWS = 20
 
 
-def add_parser(commands: argparse._SubParsersAction) -> None:
-    """Add the command to the program."""
-    parser = commands.add_parser(
-        "what-if",
-        help="replay a run without a slow rank, stage, link or wait: the seconds that each costs",
-        description="Replays the steps of a run without a slow rank, stage, link, wait or kind of work, and "
-        "prints the seconds that each costs, the slowdown by uneven work, and the critical path.",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
     parser.add_argument(
         "path", metavar="RUN", type=Path, help="the directory of a run, a folder of traces, or a table"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
             change="train with recording on",
         )
     summary = _summary(what_if(timeline))
-    print(json.dumps(summary, indent=2) if args.json else _text(summary))
+    print(as_json(summary) if args.json else _text(summary))
     return 0
 
 

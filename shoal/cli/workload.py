@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from shoal.cluster import Cluster
     from shoal.workload import Workload
 
-__all__ = ["MFU", "add_arguments", "add_margin", "open_workload"]
+__all__ = ["MFU", "add_margin", "add_workload", "open_workload"]
 
 MFU = (
     "MFU counts three times the FLOP of the forward's matrix products, with attention over the whole square "
@@ -20,7 +20,7 @@ MFU = (
 )
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_workload(parser: argparse.ArgumentParser) -> None:
     """Add the options that name the model and the machines."""
     parser.add_argument(
         "--model", metavar="MODEL", required=True, help="a preset, or a .json file of a traced model"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from shoal.cluster.checks import require
+from shoal.cluster.keys import Key
 
 __all__ = ["Calibrated"]
 
@@ -19,9 +21,9 @@ class Calibrated:
         error: Error that is left between the description and what was measured, as a share.
     """
 
-    by: str = ""
-    devices: int = 0
-    error: float = 0.0
+    by: Annotated[str, Key("probe, runs, or empty", '"probe"')] = ""
+    devices: Annotated[int, Key("devices", "8")] = 0
+    error: Annotated[float, Key("share", "0.03")] = 0.0
 
     def __post_init__(self) -> None:
         where = "the table calibrated"

@@ -11,13 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from shoal.cluster.calibrated import Calibrated
 from shoal.cluster.checks import require
 from shoal.cluster.description import fields_of, toml_of
 from shoal.cluster.device import Device
 from shoal.cluster.host import Host
+from shoal.cluster.keys import DOLLARS, PER_HOUR, Key
 from shoal.cluster.level import Level
 from shoal.cluster.part import Part, device_described, first_devices, part_described, slowest_device
 from shoal.cluster.prices import Power, Prices
@@ -66,23 +67,23 @@ class Cluster:
         source: Where these figures come from.
     """
 
-    name: str
-    device: Device
-    levels: tuple[Level, ...]
-    parts: tuple[Part, ...] = ()
-    failed: int = 0
-    spare: int = 0
-    price: float = 0.0
-    prices: Prices = field(default_factory=Prices)
-    power: Power = field(default_factory=Power)
-    failures: float = 0.0
-    jitter: float = 0.0
-    noise: float = 0.0
-    reserved: float = 0.0
-    cores: int = 0
-    host: Host = field(default_factory=Host)
-    calibrated: Calibrated = field(default_factory=Calibrated)
-    source: str = ""
+    name: Annotated[str, Key("text", '"rack-7"')]
+    device: Annotated[Device, Key("table, or the name of a known device", '"h100"')]
+    levels: Annotated[tuple[Level, ...], Key("tables", "[[levels]]")]
+    parts: Annotated[tuple[Part, ...], Key("tables", "[[parts]]")] = ()
+    failed: Annotated[int, Key("nodes", "1")] = 0
+    spare: Annotated[int, Key("nodes", "2")] = 0
+    price: Annotated[float, Key(DOLLARS, "2.99")] = 0.0
+    prices: Annotated[Prices, Key("table", "[prices]")] = field(default_factory=Prices)
+    power: Annotated[Power, Key("table", "[power]")] = field(default_factory=Power)
+    failures: Annotated[float, Key(PER_HOUR, "2e-5")] = 0.0
+    jitter: Annotated[float, Key("share of a step", "0.02")] = 0.0
+    noise: Annotated[float, Key("s in one second of work", "0.005")] = 0.0
+    reserved: Annotated[float, Key("bytes", "1.5e9")] = 0.0
+    cores: Annotated[int, Key("cores", "0")] = 0
+    host: Annotated[Host, Key("table", "[host]")] = field(default_factory=Host)
+    calibrated: Annotated[Calibrated, Key("table", "[calibrated]")] = field(default_factory=Calibrated)
+    source: Annotated[str, Key("text", '"the invoice, and shoal probe on 2026-01-31"')] = ""
 
     def __hash__(self) -> int:
         """Hash what a fit changes, once: costs are looked up by cluster, thousands of which a fit tries."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, fields
 from decimal import Decimal
-from typing import Any, cast
+from functools import cache
+from typing import TYPE_CHECKING, Any, cast, get_args, get_origin, get_type_hints
 
-from shoal.cluster.keys import key_of
+from shoal.cluster.keys import keys_of
 from shoal.errors import ClusterError, nearest
+
+if TYPE_CHECKING:
+    from shoal.cluster.cluster import Cluster
 
 __all__ = ["commented_toml", "fields_of", "toml_of"]
 
@@ -27,29 +31,34 @@ def _are(check: Callable[[object], bool]) -> Callable[[object], bool]:
     return lambda value: isinstance(value, list | tuple) and all(map(check, value))
 
 
-_KINDS: dict[str, tuple[Callable[[object], bool], str]] = {
-    "str": (lambda value: isinstance(value, str), "text"),
-    "bool": (lambda value: isinstance(value, bool), "true or false"),
-    "int": (_is_whole, "a whole number"),
-    "float": (_is_number, "a number"),
-    "tuple[int, int]": (
+_KINDS: dict[Any, tuple[Callable[[object], bool], str]] = {
+    str: (lambda value: isinstance(value, str), "text"),
+    bool: (lambda value: isinstance(value, bool), "true or false"),
+    int: (_is_whole, "a whole number"),
+    float: (_is_number, "a number"),
+    tuple[int, int]: (
         lambda value: _are(_is_whole)(value) and len(cast("list", value)) == 2,
         "two whole numbers",
     ),
-    "Mapping[str, float]": (
+    Mapping[str, float]: (
         lambda value: isinstance(value, dict) and all(map(_is_number, value.values())),
         "a table of numbers",
     ),
-    "Device": (lambda value: isinstance(value, str | dict), "a table, or the name of a known device"),
-    **dict.fromkeys(
-        ("Host", "Prices", "Power", "Calibrated"), (lambda value: isinstance(value, dict), "a table")
-    ),
-    **dict.fromkeys(
-        ("tuple[Level, ...]", "tuple[Part, ...]"),
-        (_are(lambda value: isinstance(value, dict)), "a list of tables"),
-    ),
 }
-"""By the annotation of a dataclass's field: the check of a TOML value, and the type's name in messages."""
+"""By the type of a field: the check of a TOML value, and the type's name in messages."""
+
+_types_of = cache(get_type_hints)
+
+
+def _kind_of(annotated: Any) -> tuple[Callable[[object], bool], str]:
+    """Return the check of a value for a field of this type, which may be another dataclass, and its name."""
+    if annotated in _KINDS:
+        return _KINDS[annotated]
+    if get_origin(annotated) is tuple:
+        return _are(lambda value: isinstance(value, dict)), "a list of tables"
+    if hasattr(annotated, "preset"):
+        return lambda value: isinstance(value, str | dict), "a table, or the name of a known device"
+    return lambda value: isinstance(value, dict), "a table"
 
 
 def fields_of(kind: type, described: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -72,35 +81,33 @@ def fields_of(kind: type, described: Mapping[str, Any], where: str) -> dict[str,
                 + (", nodes (instead of devices)" if kind.__name__ == "Part" else ""),
                 change=f"correct or remove {key}",
             )
-        if not _KINDS[str(known[key].type)][0](value):
+        if not _kind_of(_types_of(kind)[key])[0](value):
             raise ClusterError(
                 f"{where} has {key}={value!r}",
-                possible=_meaning(kind, known[key]),
+                possible=_meaning(kind, key),
                 change=f"correct {key}{_such_as(kind, key)}",
             )
     for key, each in known.items():
         if key not in described and each.default is MISSING and each.default_factory is MISSING:
             raise ClusterError(
                 f"{where} has no {key!r}",
-                possible=_meaning(kind, each),
+                possible=_meaning(kind, key),
                 change=f"add {key}{_such_as(kind, key)}",
             )
     return {key: tuple(value) if isinstance(value, list) else value for key, value in described.items()}
 
 
-def _meaning(kind: type, field: Field[Any]) -> str:
+def _meaning(kind: type, key: str) -> str:
     """Return the type that a field's value has, and its unit."""
-    written, meaning = key_of(kind.__name__, field.name), _KINDS[str(field.type)][1]
-    return f"{meaning}: {written.unit}" if written and written.unit not in meaning else meaning
+    unit, meaning = keys_of(kind)[key].unit, _kind_of(_types_of(kind)[key])[1]
+    return meaning if unit in meaning else f"{meaning}: {unit}"
 
 
 def _such_as(kind: type, key: str) -> str:
     """Return an example of a key: a line of TOML, or the heading of a table."""
-    written = key_of(kind.__name__, key)
-    if written is None:
-        return ""
-    is_heading = written.example in (f"[{key}]", f"[[{key}]]")
-    return f", such as {written.example if is_heading else f'{key} = {written.example}'}"
+    example = keys_of(kind)[key].example
+    is_heading = example in (f"[{key}]", f"[[{key}]]")
+    return f", such as {example if is_heading else f'{key} = {example}'}"
 
 
 def toml_of(described: Mapping[str, Any]) -> str:
@@ -108,34 +115,28 @@ def toml_of(described: Mapping[str, Any]) -> str:
     return "".join(_lines(described, ()))
 
 
-_TABLES = {
-    "calibrated": "Calibrated",
-    "device": "Device",
-    "host": "Host",
-    "levels": "Level",
-    "parts": "Part",
-    "power": "Power",
-    "prices": "Prices",
-}
-"""By the heading of a table: the class whose fields it has."""
-
-
-def commented_toml(described: Mapping[str, Any]) -> str:
-    """Return the TOML of a Cluster's tables, to be edited: with units, and large numbers as 450e9."""
-    table, lines = "Cluster", list[str]()
-    for line in toml_of(described).rstrip("\n").split("\n"):
+def commented_toml(cluster: Cluster) -> str:
+    """Return a Cluster as TOML to be edited: with units, and large numbers as 450e9."""
+    kind: Any = type(cluster)
+    lines: list[str] = []
+    for line in toml_of(cluster.described()).rstrip("\n").split("\n"):
         if line.startswith("["):
-            heading = line.strip("[]").rpartition(".")[2]
-            table = _TABLES.get(heading, heading)
+            kind = _class_at(type(cluster), line.strip("[]").split("."))
         key, _, value = line.partition(" = ")
         if not (value[:1].isdecimal() or value[:1] == "["):
             lines.append(line)
             continue
-        written = key_of(table, key)
-        unit = "FLOP/s" if table == "peak" else written.unit if written else ""
-        line = f"{key} = {_in_thousands(value)}"
-        lines.append(f"{line.ljust(34)}  # {unit}" if unit else line)
+        unit = keys_of(kind)[key].unit if isinstance(kind, type) else "FLOP/s"
+        lines.append(f"{f'{key} = {_in_thousands(value)}':<34}  # {unit}")
     return "\n".join(lines) + "\n"
+
+
+def _class_at(kind: Any, headings: Sequence[str]) -> Any:
+    """Return the class whose fields stand under these headings; for device.peak, a type of mappings."""
+    for heading in headings:
+        kind = _types_of(kind)[heading]
+        kind = get_args(kind)[0] if get_origin(kind) is tuple else kind
+    return kind
 
 
 def _in_thousands(number: str) -> str:

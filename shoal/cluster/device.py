@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Annotated
 
 from shoal.cluster.checks import require, require_bytes, require_share
 from shoal.cluster.description import fields_of
+from shoal.cluster.keys import SHARE, Key
 from shoal.cluster.tables import matching, table
 from shoal.errors import ClusterError, nearest
 
@@ -66,42 +68,42 @@ class Device:
         source: Where these figures come from.
     """
 
-    name: str
-    memory: float
-    bandwidth: float
-    peak: Mapping[str, float]
-    units: int
-    tile: tuple[int, int] = (256, 128)
-    product_share: float = 0.8
-    product_depth: float = 64.0
-    tile_bandwidth: float = 0.0
-    fp8_share: float = 0.0
-    fp8_tile_bandwidth: float = 0.0
-    sustained: float = 1.0
-    bandwidth_share: float = 0.85
-    stream_share: float = 0.0
-    stall: float = 0.0
-    attention_share: float = 0.45
-    attention_backward_share: float = 0.4
-    attention_depth: float = 0.0
-    exponentials: float = 0.0
-    flash2_share: float = 1.0
-    launch: float = 2e-6
-    dispatch: float = 8e-6
-    graph: float = 0.0
-    overlap: float = 0.0
-    contention: float = 0.2
-    host_bandwidth: float = 0.0
-    source: str = ""
+    name: Annotated[str, Key("text", '"H100-SXM"')]
+    memory: Annotated[float, Key("bytes", "85_899_345_920")]
+    bandwidth: Annotated[float, Key("bytes/s", "3.35e12")]
+    peak: Annotated[Mapping[str, float], Key("FLOP/s by precision", "{ bf16 = 989e12, fp32 = 67e12 }")]
+    units: Annotated[int, Key("multiprocessors or cores", "132")]
+    tile: Annotated[tuple[int, int], Key("rows and columns", "[256, 128]")] = (256, 128)
+    product_share: Annotated[float, Key(SHARE, "0.8")] = 0.8
+    product_depth: Annotated[float, Key("inputs", "64.0")] = 64.0
+    tile_bandwidth: Annotated[float, Key("bytes/s of a unit", "1e11")] = 0.0
+    fp8_share: Annotated[float, Key(SHARE, "0.7")] = 0.0
+    fp8_tile_bandwidth: Annotated[float, Key("bytes/s of a unit", "1e11")] = 0.0
+    sustained: Annotated[float, Key(SHARE, "0.9")] = 1.0
+    bandwidth_share: Annotated[float, Key(SHARE, "0.85")] = 0.85
+    stream_share: Annotated[float, Key(SHARE, "0.9")] = 0.0
+    stall: Annotated[float, Key(SHARE, "0.0")] = 0.0
+    attention_share: Annotated[float, Key(SHARE, "0.45")] = 0.45
+    attention_backward_share: Annotated[float, Key(SHARE, "0.4")] = 0.4
+    attention_depth: Annotated[float, Key("keys", "100.0")] = 0.0
+    exponentials: Annotated[float, Key("exponentials/s of a unit", "3e10")] = 0.0
+    flash2_share: Annotated[float, Key(SHARE, "0.6")] = 1.0
+    launch: Annotated[float, Key("s", "2e-6")] = 2e-6
+    dispatch: Annotated[float, Key("s", "40e-6")] = 8e-6
+    graph: Annotated[float, Key("s", "200e-6")] = 0.0
+    overlap: Annotated[float, Key(SHARE, "0.1")] = 0.0
+    contention: Annotated[float, Key(SHARE, "0.2")] = 0.2
+    host_bandwidth: Annotated[float, Key("bytes/s", "55e9")] = 0.0
+    source: Annotated[str, Key("text", '"NVIDIA data sheet"')] = ""
 
     def __hash__(self) -> int:
-        """Hash the rates, once: costs are looked up by device."""
+        """Hash the fields, once: costs are looked up by device."""
         return self._hash
 
     @cached_property
     def _hash(self) -> int:
-        rates = (getattr(self, each.name) for each in fields(self) if each.type == "float")
-        return hash((*rates, *self.peak.values()))
+        others = (getattr(self, each.name) for each in fields(self) if each.name != "peak")
+        return hash((*others, *self.peak.values()))
 
     def __post_init__(self) -> None:
         where = f"the device {self.name}"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from shoal.cluster.checks import require, require_share
+from shoal.cluster.keys import SHARE, Key
 
 __all__ = ["Host"]
 
@@ -23,13 +25,13 @@ class Host:
         source: Where these figures come from.
     """
 
-    name: str = ""
-    devices: int = 1
-    memory: float = 0.0
-    bandwidth: float = 0.0
-    share: float = 0.75
-    file_bandwidth: float = 0.0
-    source: str = ""
+    name: Annotated[str, Key("text", '"2 x EPYC 7742"')] = ""
+    devices: Annotated[int, Key("devices", "8")] = 1
+    memory: Annotated[float, Key("bytes", "2_199_023_255_552")] = 0.0
+    bandwidth: Annotated[float, Key("bytes/s", "614.4e9")] = 0.0
+    share: Annotated[float, Key(SHARE, "0.75")] = 0.75
+    file_bandwidth: Annotated[float, Key("bytes/s", "40e9")] = 0.0
+    source: Annotated[str, Key("text", '"NVIDIA data sheet"')] = ""
 
     def __post_init__(self) -> None:
         where = f"the host {self.name}"

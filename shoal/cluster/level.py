@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from shoal.cluster.checks import require, require_bytes, require_share
+from shoal.cluster.keys import SHARE, Key
 
 __all__ = ["Level"]
 
@@ -45,28 +47,28 @@ class Level:
         source: Where these figures come from.
     """
 
-    name: str
-    devices: int
-    bandwidth: float
-    share: float = 0.8
-    exchange_share: float = 0.0
-    setup: float = 0.0
-    latency: float = 10e-6
-    slices: int = 1
-    packet_latency: float = 0.0
-    packet_share: float = 0.25
-    packet_limit: float = 0.0
-    half_size: float = 0.0
-    copy_rate: float = 0.0
-    peers: int = 1
-    oversubscription: float = 1.0
-    mesh: bool = False
-    chain: bool = False
-    rails: bool = False
-    reduces: bool = False
-    reduction_start: float = 0.0
-    reduction_share: float = 0.7
-    source: str = ""
+    name: Annotated[str, Key("text", '"nvlink"')]
+    devices: Annotated[int, Key("devices", "8")]
+    bandwidth: Annotated[float, Key("bytes/s of a device, in one direction; 400 Gbit/s are 50e9", "50e9")]
+    share: Annotated[float, Key(SHARE, "0.9")] = 0.8
+    exchange_share: Annotated[float, Key(SHARE, "0.8")] = 0.0
+    setup: Annotated[float, Key("s", "20e-6")] = 0.0
+    latency: Annotated[float, Key("s", "14e-6")] = 10e-6
+    slices: Annotated[int, Key("parts of a step's bytes", "2")] = 1
+    packet_latency: Annotated[float, Key("s", "2e-6")] = 0.0
+    packet_share: Annotated[float, Key(SHARE, "0.25")] = 0.25
+    packet_limit: Annotated[float, Key("bytes", "1e6")] = 0.0
+    half_size: Annotated[float, Key("bytes", "2.5e6")] = 0.0
+    copy_rate: Annotated[float, Key("bytes/s", "1e12")] = 0.0
+    peers: Annotated[int, Key("messages at once", "8")] = 1
+    oversubscription: Annotated[float, Key("times, 1 or more", "2.0")] = 1.0
+    mesh: Annotated[bool, Key("true or false", "false")] = False
+    chain: Annotated[bool, Key("true or false", "false")] = False
+    rails: Annotated[bool, Key("true or false", "true")] = False
+    reduces: Annotated[bool, Key("true or false", "true")] = False
+    reduction_start: Annotated[float, Key("s", "4e-6")] = 0.0
+    reduction_share: Annotated[float, Key(SHARE, "0.7")] = 0.7
+    source: Annotated[str, Key("text", '"the switches\' data sheet"')] = ""
 
     def __post_init__(self) -> None:
         where = f"the level {self.name}"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 from shoal.cluster.checks import require
 from shoal.cluster.description import fields_of
 from shoal.cluster.device import Device
+from shoal.cluster.keys import Key
 
 __all__ = ["Part", "device_described", "first_devices", "part_described", "slowest_device"]
 
@@ -23,9 +24,9 @@ class Part:
         pace: Share of the usual rate at which these devices work: 0.9 for nodes that take 1/0.9 as long.
     """
 
-    device: Device
-    devices: int
-    pace: float = 1.0
+    device: Annotated[Device, Key("table, or the name of a known device", '"a100-80"')]
+    devices: Annotated[int, Key("devices; or write nodes = 4", "32")]
+    pace: Annotated[float, Key("share of the usual rate", "0.9")] = 1.0
 
     def __post_init__(self) -> None:
         where = f"the part of {self.device.name}"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from shoal.cluster.checks import require
+from shoal.cluster.keys import DOLLARS, PER_HOUR, Key
 
 __all__ = ["KINDS_OF_PRICE", "Power", "Prices"]
 
@@ -24,10 +26,10 @@ class Prices:
         source: Where these figures and the price on demand come from, and their date.
     """
 
-    reserved: float = 0.0
-    spot: float = 0.0
-    interruptions: float = 0.0
-    source: str = ""
+    reserved: Annotated[float, Key(DOLLARS, "1.99")] = 0.0
+    spot: Annotated[float, Key(DOLLARS, "0.92")] = 0.0
+    interruptions: Annotated[float, Key(PER_HOUR, "3.4e-5")] = 0.0
+    source: Annotated[str, Key("text", '"the cloud\'s price list, January 2026"')] = ""
 
     def __post_init__(self) -> None:
         for name in ("reserved", "spot", "interruptions"):
@@ -54,10 +56,10 @@ class Power:
         source: Where these figures come from.
     """
 
-    device: float = 0.0
-    overhead: float = 0.0
-    pue: float = 1.0
-    source: str = ""
+    device: Annotated[float, Key("W", "700.0")] = 0.0
+    overhead: Annotated[float, Key("W for each device", "575.0")] = 0.0
+    pue: Annotated[float, Key("W of the building for one of its nodes", "1.3")] = 1.0
+    source: Annotated[str, Key("text", '"the meter of the rack"')] = ""
 
     def __post_init__(self) -> None:
         for name in ("device", "overhead"):

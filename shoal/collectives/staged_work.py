@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from shoal.collectives.background import Background
 from shoal.collectives.device_copies import DeviceCopies, Event
@@ -183,12 +184,4 @@ class StagedWork(_Base):
 
     def _devices(self) -> list[int | str | torch.device]:
         """Return the devices of the result, which a future must know to order streams."""
-        return list({tensor.device for tensor in _tensors_in(self._result) if not tensor.is_cpu})
-
-
-def _tensors_in(result: Sequence[Any]) -> list[torch.Tensor]:
-    return [
-        tensor
-        for each in result
-        for tensor in ([each] if isinstance(each, torch.Tensor) else _tensors_in(each))
-    ]
+        return list({tensor.device for tensor in tree_leaves(list(self._result)) if not tensor.is_cpu})

@@ -12,22 +12,27 @@ import torch
 
 from shoal.errors import ModelError
 
-__all__ = ["map_children", "map_tensors", "refuse_hidden", "tensors_in"]
+__all__ = ["children_of", "map_children", "map_tensors", "refuse_hidden", "tensors_in"]
+
+
+def children_of(value: Any) -> Mapping[Any, Any] | None:
+    """Return what a dict, list, tuple or dataclass holds by key, place or field; None for other values."""
+    if isinstance(value, Mapping):
+        return value
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
+    return None
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     """Yield each tensor of a structure, in order."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors_in(each)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
+        return
+    for each in (children_of(value) or {}).values():
+        yield from tensors_in(each)
 
 
 def refuse_hidden(value: Any, function: str) -> None:
@@ -36,8 +41,7 @@ def refuse_hidden(value: Any, function: str) -> None:
     Raises:
         ModelError: It has tensors in its attributes, which `map_children` does not change.
     """
-    is_seen = isinstance(value, torch.Tensor | Mapping | list | tuple) or dataclasses.is_dataclass(value)
-    if is_seen or isinstance(value, type | torch.nn.Module):
+    if isinstance(value, torch.Tensor | type | torch.nn.Module) or children_of(value) is not None:
         return
     slots = {name: getattr(value, name, None) for name in getattr(type(value), "__slots__", ())}
     if next(tensors_in({**slots, **getattr(value, "__dict__", {})}), None) is not None:
@@ -69,34 +73,19 @@ def map_children(change: Callable[[Any], Any], value: Any) -> Any:
     Returns:
         `value` itself where `change` gives each element back; else a copy of the same class.
     """
-    if isinstance(value, Mapping):
-        items = {key: change(each) for key, each in value.items()}
-        if all(items[key] is each for key, each in value.items()):
-            return value
-        return items if type(value) is dict else _with_items(value, items)
-    if isinstance(value, list | tuple):
-        parts = [change(each) for each in value]
-        if all(new is old for new, old in zip(parts, value, strict=True)):
-            return value
-        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _with_fields(value, change)
-    return value
-
-
-def _with_items(value: Any, items: Mapping[Any, Any]) -> Any:
-    result = copy.copy(value)
-    for key, each in items.items():
-        result[key] = each
-    return result
-
-
-def _with_fields(value: Any, change: Callable[[Any], Any]) -> Any:
-    held = {field.name: getattr(value, field.name, None) for field in dataclasses.fields(value)}
-    changed = {name: change(each) for name, each in held.items()}
-    if all(changed[name] is each for name, each in held.items()):
+    held = children_of(value) or {}
+    changed = {key: change(each) for key, each in held.items()}
+    if all(changed[key] is each for key, each in held.items()):
         return value
+    if type(value) is dict:
+        return changed
+    if isinstance(value, list | tuple):
+        parts = list(changed.values())
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     result = copy.copy(value)
-    for name, each in changed.items():
-        object.__setattr__(result, name, each)  # works for a frozen object too
+    for key, each in changed.items():
+        if isinstance(result, Mapping):
+            result[key] = each  # type: ignore[index]
+        else:
+            object.__setattr__(result, key, each)  # works for a frozen object too
     return result

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+
+from shoal.models.nested import children_of
 
 __all__ = ["Arguments", "kind_of"]
 
@@ -65,11 +66,7 @@ def kind_of(value: Any) -> Hashable:
     """
     if isinstance(value, Tensor):
         return value.shape, value.dtype
-    if isinstance(value, Mapping):
-        return "mapping", tuple((key, kind_of(each)) for key, each in value.items())
-    if isinstance(value, list | tuple):
-        return type(value).__name__, tuple(map(kind_of, value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        held = ((each.name, getattr(value, each.name, None)) for each in dataclasses.fields(value))
-        return type(value).__name__, tuple((name, kind_of(each)) for name, each in held)
+    if (held := children_of(value)) is not None:
+        name = "mapping" if isinstance(value, Mapping) else type(value).__name__
+        return name, tuple((key, kind_of(each)) for key, each in held.items())
     return value if value is None or isinstance(value, bool | int | str) else type(value).__name__

@@ -17,6 +17,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 from shoal.errors import LayoutError
+from shoal.models.nested import children_of
 from shoal.parallel.owned import Owned
 
 __all__ = ["mark_stage", "mark_summed", "require_no_terms", "require_no_terms_of_stage"]
@@ -118,8 +119,8 @@ def _tensors_of(output: Any, depth: int = 4) -> Iterator[Tensor]:
     if isinstance(output, Tensor):
         yield output
     elif depth and not isinstance(output, type | nn.Module):
-        fields = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
-        for each in output if isinstance(output, list | tuple) else fields.values():
+        held = {**(children_of(output) or {}), **getattr(output, "__dict__", {})}
+        for each in held.values():
             yield from _tensors_of(each, depth - 1)
 
 

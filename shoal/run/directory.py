@@ -25,6 +25,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ from shoal.run.memory import MeasuredMemory, read_memory
 from shoal.run.metrics import read_metrics
 from shoal.run.updates import Applied, read_updates
 
-__all__ = ["Run", "absolute", "default_path", "is_free", "shown"]
+__all__ = ["Run", "absolute", "default_path", "is_free", "resume_command", "shown"]
 
 _DESCRIPTION = "run.json"
 _NAMED_RUNS = 5
@@ -338,3 +339,8 @@ def _link(source: Path, target: Path) -> bool:
             raise FileExistsError(target) from None
         return False
     return True
+
+
+def resume_command(path: Path) -> str:
+    """Return the command that goes on with a run, as a shell reads it."""
+    return f"shoal train --resume {shlex.quote(shown(path))}"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from shoal.models import Transformer
 from shoal.parallel import require_documents, require_layout, require_trainable
 from shoal.plan import Plan, SettledPlan, parse_settings
 from shoal.run import Run, absolute, default_path, is_free, shown
+from shoal.run.directory import resume_command
 from shoal.simulate import recorded_cluster
 from shoal.train.automatic import AUTOMATIC, PassedOver, Resolved, choose_plan, settled_stages
 from shoal.train.classes import prepared, require_classes, require_data_parallel
@@ -258,11 +258,9 @@ def nothing_left_to_do(job: Job) -> str:
     made, asked = step_of(last), job.config.steps
     if made == asked and not job.is_served and not _is_validated(job.resume.run, made):
         return ""  # a signal has stopped the last validation
-    run = shown(job.path)
     return (
-        f"{run} is complete: {made} of {asked} steps are made, and {last.name} is sound; nothing was "
-        f"started. To train longer: shoal train --resume {shlex.quote(run)} --set steps=N, "
-        f"with N above {made}"
+        f"{shown(job.path)} is complete: {made} of {asked} steps are made, and {last.name} is sound; nothing "
+        f"was started. To train longer: {resume_command(job.path)} --set steps=N, with N above {made}"
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 from checkpoint_stand_ins import flip, tensors, wholes
 
 from shoal.checkpoint import SingleProcess, save
-from shoal.cli import checkpoint
+from shoal.cli.commands import add_command
 from shoal.cli.main import main
 from shoal.errors import CheckpointError
 
@@ -28,7 +28,7 @@ def run_directory(tmp_path: Path) -> Path:
 
 def shoal(*arguments: str) -> int:
     parser = argparse.ArgumentParser()
-    checkpoint.add_parser(parser.add_subparsers())
+    add_command(parser.add_subparsers(), "checkpoint")
     parsed = parser.parse_args(["checkpoint", *arguments])
     return int(parsed.run(parsed))
 

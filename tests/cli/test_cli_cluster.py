@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.main import main
-from shoal.cluster import PRESETS, Cluster
-from shoal.cluster.keys import KEYS
+from shoal.cluster import PRESETS, Calibrated, Cluster, Device, Host, Level, Power, Prices
+from shoal.cluster.keys import keys_of
 from shoal.plan import Plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "cluster"))
@@ -37,10 +37,9 @@ def test_the_list_has_every_preset_with_its_figures(capsys):
 @pytest.mark.parametrize("name", ["dgx-h100:64", "meta-24k:16384", "laptop", "mi300x-node"])
 def test_every_key_of_a_cluster_is_shown_and_every_source(capsys, name):
     text, cluster = printed(capsys, "show", name).out, Cluster.parse(name)
-    for kind, keys in KEYS.items():
-        if kind != "Part":
-            for key in keys.keys() - {"levels", "parts", "peak"}:
-                assert key in text, (kind, key)
+    for kind in (Calibrated, Cluster, Device, Host, Level, Power, Prices):
+        for key in keys_of(kind).keys() - {"levels", "parts", "peak"}:
+            assert key in text, (kind, key)
     shown = " ".join(text.split())
     sources = [cluster, cluster.device, *cluster.levels, cluster.power, cluster.prices]
     assert all(" ".join(each.source.split()) in shown for each in sources)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from shoal.cli import compare
+from shoal.cli.commands import add_command
 from shoal.errors import RunError
 from shoal.run import Run, metrics_line
 from shoal.timeline import Kind, Lane, Span, Timeline
@@ -49,9 +49,9 @@ def make(tmp_path):
 
 def call(*words: str) -> int:
     parser = argparse.ArgumentParser()
-    compare.add_parser(parser.add_subparsers())
+    add_command(parser.add_subparsers(), "compare")
     args = parser.parse_args(["compare", *words])
-    return compare.run(args)
+    return args.run(args)
 
 
 def test_a_slower_backward_is_named_with_its_size(make, capsys):

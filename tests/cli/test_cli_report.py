@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shoal.cli import report
+from shoal.cli.commands import add_command
 from shoal.errors import RunError, UserError
 from shoal.run import Decision, Run, metrics_line, write_decision
 from shoal.timeline import Kind, Lane, Span, Timeline
@@ -92,7 +92,7 @@ def test_parquet_has_every_span_with_its_step_and_every_value(run, tmp_path):
 
 def call(*words: object) -> int:
     parser = argparse.ArgumentParser()
-    report.add_parser(parser.add_subparsers())
+    add_command(parser.add_subparsers(), "report")
     args = parser.parse_args(["report", *map(str, words)])
     return args.run(args)
 
@@ -294,8 +294,9 @@ def test_a_path_that_is_no_run_is_refused(tmp_path: Path) -> None:
 
 def test_reporting_does_not_import_torch(run: Run) -> None:
     program = (
-        "import argparse, sys; from shoal.cli import report; parser = argparse.ArgumentParser();"
-        "report.add_parser(parser.add_subparsers()); args = parser.parse_args(['report', sys.argv[1]]);"
+        "import argparse, sys; from shoal.cli.commands import add_command; "
+        "parser = argparse.ArgumentParser(); "
+        "add_command(parser.add_subparsers(), 'report'); args = parser.parse_args(['report', sys.argv[1]]);"
         "args.run(args); sys.exit('torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program, str(run.path)], check=True, stdout=subprocess.DEVNULL)

@@ -125,8 +125,8 @@ def test_what_cannot_be_predicted_is_refused_with_what_to_change(capsys, given, 
 def test_a_prediction_needs_neither_torch_nor_numpy():
     words = ["simulate", *WORDS, "--json"]
     code = (
-        "import sys; from shoal.cli import simulate as command; import argparse; "
-        "parser = argparse.ArgumentParser(); command.add_parser(parser.add_subparsers()); "
+        "import sys; from shoal.cli.commands import add_command; import argparse; "
+        "parser = argparse.ArgumentParser(); add_command(parser.add_subparsers(), 'simulate'); "
         f"args = parser.parse_args({words!r}); args.run(args); "
         "assert not {'torch', 'numpy'} & set(sys.modules)"
     )

@@ -11,7 +11,7 @@ from test_cluster_files import CLUSTERS
 from shoal.cluster import PRESETS, Calibrated, Cluster, Device, Host, Level, Part, Power, Prices
 from shoal.cluster.derived import derived
 from shoal.cluster.description import commented_toml
-from shoal.cluster.keys import KEYS
+from shoal.cluster.keys import keys_of
 from shoal.cluster.plausible import implausible
 from shoal.errors import ClusterError
 
@@ -21,8 +21,8 @@ MINE = Cluster.preset("dgx-h100", 64)
 
 @pytest.mark.parametrize("kind", TABLES)
 def test_every_key_has_a_unit_and_an_example_that_can_be_read(kind):
-    assert list(KEYS[kind.__name__]) == [field.name for field in dataclasses.fields(kind)]
-    for name, (unit, example) in KEYS[kind.__name__].items():
+    assert list(keys_of(kind)) == [field.name for field in dataclasses.fields(kind)]
+    for name, (unit, example) in keys_of(kind).items():
         assert unit
         if not example.startswith("[") or name == "tile":
             tomllib.loads(f"{name} = {example}")
@@ -31,7 +31,7 @@ def test_every_key_has_a_unit_and_an_example_that_can_be_read(kind):
 def test_examples_of_needed_keys_make_a_cluster():
     def table(kind):
         needed = [field.name for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING]
-        lines = (f"{name} = {KEYS[kind.__name__][name].example}" for name in needed)
+        lines = (f"{name} = {keys_of(kind)[name].example}" for name in needed)
         return "\n".join(line for line in lines if "[[" not in line and "= [" not in line)
 
     text = f'name = "mine"\ndevice = "h100"\n[[levels]]\n{table(Level)}'
@@ -41,9 +41,7 @@ def test_examples_of_needed_keys_make_a_cluster():
 
 @pytest.mark.parametrize("kind", TABLES)
 def test_a_key_that_is_missing_is_told_with_its_unit_and_an_example(kind):
-    said = tomllib.loads(
-        commented_toml(MINE.replace(parts=(Part(device=MINE.device, devices=64),)).described())
-    )
+    said = tomllib.loads(commented_toml(MINE.replace(parts=(Part(device=MINE.device, devices=64),))))
     said["parts"][0]["device"] = said["device"]
     tables = {"Cluster": said, "Device": said["device"], "Level": said["levels"][0], "Part": said["parts"][0]}
     needed = [
@@ -58,8 +56,8 @@ def test_a_key_that_is_missing_is_told_with_its_unit_and_an_example(kind):
         value = table.pop(name)
         with pytest.raises(ClusterError, match=f"has no '{name}'") as refused:
             Cluster.of(said, "mine.toml")
-        assert KEYS[kind.__name__][name].unit in refused.value.possible
-        assert KEYS[kind.__name__][name].example in refused.value.change
+        assert keys_of(kind)[name].unit in refused.value.possible
+        assert keys_of(kind)[name].example in refused.value.change
         table[name] = value
     assert Cluster.of(said, "mine.toml").devices == 64
 
@@ -72,11 +70,11 @@ def test_tables_of_a_cluster_make_it_again(cluster):
 
 @given(CLUSTERS)
 def test_text_to_be_edited_loses_no_digit(cluster):
-    assert Cluster.of(tomllib.loads(commented_toml(cluster.described())), "text") == cluster
+    assert Cluster.of(tomllib.loads(commented_toml(cluster)), "text") == cluster
 
 
 def test_text_to_be_edited_has_units_and_short_numbers():
-    lines = commented_toml(MINE.described()).splitlines()
+    lines = commented_toml(MINE).splitlines()
     assert any(line.split() == ["bf16", "=", "989e12", "#", "FLOP/s"] for line in lines)
     assert any(line.startswith("price = 2.99 ") and "# dollars" in line for line in lines)
     assert max(len(line) for line in lines if "source" not in line) <= 110

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import shoal.collectives
-from shoal.cli import bench
+from shoal.cli.commands import add_command
 from shoal.collectives import Options
 from shoal.collectives.agreement import describe_call, first_difference
 from shoal.collectives.codes import COLLECTIVE_NUMBERS
@@ -247,6 +247,6 @@ def test_commands_on_the_page_are_commands(page):
     commands = re.findall(r"^ +(?:\w+=\S+ )*(?:.*-- )?shoal (bench[^#>\n]*)", page, re.MULTILINE)
     assert commands
     parser = argparse.ArgumentParser()
-    bench.add_parser(parser.add_subparsers())
+    add_command(parser.add_subparsers(), "bench")
     for command in commands:
         parser.parse_args(command.split())

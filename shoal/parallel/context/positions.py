@@ -8,7 +8,6 @@ holds chunk i from the beginning and chunk i from the end ("zigzag": Llama 3, ar
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import PlanError
-from shoal.models.nested import map_children, refuse_hidden, tensors_in
+from shoal.models.nested import children_of, map_children, refuse_hidden, tensors_in
 from shoal.parallel.axes import Axes
 from shoal.parallel.communication import Axis
 
@@ -138,7 +137,7 @@ def local_sequences(batch: Batch, axis: Axis, attention: str) -> Batch:
             is_cut = value.dim() > 1 and value.shape[1] == length
             return local_sequence(value, axis, attention) if is_cut else value
         refuse_hidden(value, "local_sequence")
-        whole = _named(value).get("position_ids")
+        whole = (children_of(value) or {}).get("position_ids")
         return map_children(lambda each: each if each is whole else cut(each), value)
 
     result: Batch = cut(batch)
@@ -158,23 +157,12 @@ def _length_of(batch: Any) -> int | None:
 
 
 def _input_ids(value: Any) -> Iterator[Tensor]:
-    for name, each in _named(value).items():
-        if name == "input_ids" and isinstance(each, Tensor) and each.dim() > 1:
-            yield each
-    for each in value if isinstance(value, list | tuple) else _named(value).values():
+    held = children_of(value) or {}
+    ids = held.get("input_ids")
+    if isinstance(ids, Tensor) and ids.dim() > 1:
+        yield ids
+    for each in held.values():
         yield from _input_ids(each)
-
-
-def _named(value: Any) -> Mapping[Any, Any]:
-    """Return what a mapping or a dataclass holds, by name."""
-    if isinstance(value, Mapping):
-        return value
-    is_fields = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    return (
-        {each.name: getattr(value, each.name, None) for each in dataclasses.fields(value)}
-        if is_fields
-        else {}
-    )
 
 
 def require_sequence(seq: int, size: int, attention: str) -> None:
