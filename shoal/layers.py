@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("diagnosis", "foreign", "replay"),
     ("planner",),
     ("validate", "compare", "advise", "doctor", "hang", "submit"),
-    ("collectives",),
+    ("collectives", "channel"),
     ("models", "data", "record"),
     ("trace", "bench"),
     ("probe",),

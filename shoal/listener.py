@@ -17,8 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hmac
-import secrets
 import selectors
 import socket
 import struct
@@ -32,8 +30,6 @@ __all__ = [
     "Handshake",
     "Listener",
     "again_if_reset",
-    "answer",
-    "challenge",
     "converse",
     "head_of_request",
     "listen",
@@ -50,7 +46,6 @@ _PATIENCE = 0.25
 _FULL = 0.01  # seconds without accepting while there is no room
 _EXHAUSTED = 0.1  # seconds without accepting after the system lacked something
 _BACKLOG = 4096  # connections in the system's queue, which drops others: those try again after a second
-_NONCE = 32  # bytes of a random number, and of a proof
 _RESET = struct.pack("ii", 1, 0)  # linger for no time: closing resets the connection
 _TRIES = 3
 _LARGEST_HEAD = 1 << 14  # bytes of a request's head
@@ -281,40 +276,6 @@ def head_of_request() -> Handshake[bytes]:
             raise ValueError(f"the head of a request has more than {_LARGEST_HEAD} bytes")
         head += yield _LARGEST_HEAD - len(head)
     return head
-
-
-def challenge(token: bytes, ends: tuple[bytes, bytes]) -> Handshake[None]:
-    """Let who connects prove that it knows a token, and then prove the same; neither sends the token.
-
-        who connects                           who listens
-              <------------------------------- nonce
-          nonce, HMAC(ends[0], nonces) ------->
-              <------------------------------- HMAC(ends[1], nonces)
-
-    Args:
-        token: The token.
-        ends: What who connects and who listens are called: proofs of one use are none of another.
-
-    Raises:
-        ConnectionRefusedError: Who connects does not know the token.
-    """
-    own = secrets.token_bytes(_NONCE)
-    yield own
-    nonces = own + (yield from take(_NONCE))
-    if not hmac.compare_digest((yield from take(_NONCE)), _proof(token, ends[0], nonces)):
-        raise ConnectionRefusedError("who connects has another token")
-    yield _proof(token, ends[1], nonces)
-
-
-def answer(token: bytes, ends: tuple[bytes, bytes]) -> Handshake[bool]:
-    """Do the other end's part of `challenge`; return whether who listens knows the token."""
-    theirs, own = (yield from take(_NONCE)), secrets.token_bytes(_NONCE)
-    yield own + _proof(token, ends[0], theirs + own)
-    return hmac.compare_digest((yield from take(_NONCE)), _proof(token, ends[1], theirs + own))
-
-
-def _proof(token: bytes, end: bytes, nonces: bytes) -> bytes:
-    return hmac.digest(token, end + nonces, "sha256")
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -36,8 +36,9 @@ import torch
 from repeat import git
 from torch._C._distributed_c10d import TCPStore
 
-from shoal.launch.link import dial
-from shoal.server.channel import connect
+from shoal.channel import dial
+from shoal.launch.gate import LAUNCHER
+from shoal.server.terms import SERVER
 
 ROOT = Path(__file__).resolve().parent.parent
 LINES = ROOT / "docs" / "reference" / "doors.jsonl"
@@ -108,6 +109,10 @@ def _greet(port: int) -> None:
         assert connected.recv(8, socket.MSG_WAITALL) == b"shoal/n1"
 
 
+def _enter(port: int, purpose: bytes) -> None:
+    dial(("127.0.0.1", port), TOKEN.encode(), purpose, PATIENCE).close()
+
+
 def _read(port: int, path: str) -> None:
     bearer = {"Authorization": f"Bearer {TOKEN.replace(' ', '-')}"}
     asked = urllib.request.Request(f"http://127.0.0.1:{port}{path}", headers=bearer)
@@ -127,11 +132,12 @@ class Client:
     likeness: bytes
 
 
+HELLO = b"shoal/2\n" + bytes(88)
 HTTP = b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 CLIENTS = {
-    "gate of a launcher": Client(lambda port: dial(("127.0.0.1", port), TOKEN.encode()).close(), bytes(64)),
+    "gate of a launcher": Client(lambda port: _enter(port, LAUNCHER), HELLO),
     "way to the store": Client(_use_store, bytes(64)),
-    "parameter server": Client(lambda port: connect(("127.0.0.1", port), TOKEN, PATIENCE).close(), bytes(64)),
+    "parameter server": Client(lambda port: _enter(port, SERVER), HELLO),
     "aggregator": Client(_greet, GREETING),
     "Prometheus": Client(lambda port: _read(port, "/metrics"), HTTP),
     "pages": Client(lambda port: _read(port, "/plans"), HTTP),

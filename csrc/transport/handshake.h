@@ -1,7 +1,10 @@
 // How two ends of a new connection prove to each other that they know the group's secret, without sending it.
 //
-//   acceptor -> dialer   challenge   a random number dialer -> acceptor   hello       the two ranks, the purpose, a
-//   random number, and the dialer's proof acceptor -> dialer   welcome     the acceptor's proof
+//   acceptor -> dialer   challenge   a random number
+//   dialer -> acceptor   hello       the protocol, the purpose, a random number; and the dialer's proof
+//   acceptor -> dialer   welcome     the acceptor's proof
+//
+// `shoal/channel.py` does the same for launchers and parameter servers, with 24 other bytes of purpose.
 //
 // A proof is HMAC-SHA256, under the secret, of the end's role, both random numbers and the hello's content. So a proof
 // is not valid on another connection, for another purpose, or for the end that made it. A stranger learns a random

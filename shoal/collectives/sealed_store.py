@@ -1,22 +1,23 @@
 """A store whose values only those can read or write who know a secret: for several hosts.
 
 torch's store asks for no password. Whoever reaches its port can read what ranks tell each other there, among
-it the secrets of their groups, and write values of its own. A sealed store encrypts each value and signs it
-together with its key, so that a stranger's value, or one that was moved to another key, is refused.
+it the secrets of their groups, and write values of its own. A sealed store encrypts each value, and binds it
+to its key, so that a stranger's value, or one that was moved to another key, is refused.
 
-    value in the store     nonce (16 bytes) | content XOR keystream | HMAC-SHA256 (32 bytes)
-    keystream              HMAC-SHA256(encryption key, nonce | number of the block), block after block
-    signature              HMAC-SHA256(signing key, length of the key, key, nonce, encrypted content)
+    value in the store     nonce (12 random bytes) | ciphertext | tag (16 bytes)
+    cipher                 ChaCha20-Poly1305 (RFC 8439) of the package `cryptography`
+    encryption key         HMAC-SHA256(secret, "shoal store: values")
+    associated data        the value's key in the store, UTF-8
 
-Both keys are derived from the secret. Counters (`add`) stay plain, since the store itself adds: a stranger
-can disturb them, delete values, or bring back an older value of the same key, and so stop a training; it
-cannot read or choose a value. The secret must be new for each training, or values of an earlier one could
-come back.
+Counters (`add`) stay plain, since the store itself adds: a stranger
+can disturb them, delete values, or bring back an older value of the same key (a replay), and so stop a
+training; it cannot read or choose a value. The secret must be new for each training, or values of an earlier
+one could come back. Its key then also seals far fewer than 2^32 values, among which two random nonces are
+equal with a chance below 2^-32.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import secrets
 from datetime import timedelta
@@ -25,12 +26,11 @@ from typing import Any, final
 from torch._C._distributed_c10d import Store
 
 from shoal.collectives.secret_file import SECRET_FILE
-from shoal.errors import CommunicationError
+from shoal.errors import CommunicationError, ConfigError
 
 __all__ = ["SealedStore"]
 
-_NONCE = 16  # bytes
-_SIGNATURE = 32
+_NONCE = 12  # bytes
 
 _KEPT: list[SealedStore] = []
 """All of this process: native code that holds a store, as PrefixStore does, does not keep its Python half."""
@@ -43,6 +43,9 @@ class SealedStore(Store):
     Args:
         inner: The store that holds them.
         secret: The secret that all ranks know.
+
+    Raises:
+        ConfigError: The package `cryptography` is not installed.
     """
 
     def __init__(self, inner: Any, secret: bytes) -> None:
@@ -51,8 +54,7 @@ class SealedStore(Store):
         self._secret = secret
         self._inner = inner  # torch's stubs know neither stores of bytes nor a store's timeout
         self.set_timeout(inner.timeout)
-        self._encryption = hmac.digest(secret, b"shoal store: encryption", "sha256")
-        self._signing = hmac.digest(secret, b"shoal store: signature", "sha256")
+        self._cipher = _cipher_of(hmac.digest(secret, b"shoal store: values", "sha256"))
 
     @property
     def host(self) -> str:
@@ -118,28 +120,28 @@ class SealedStore(Store):
     def _seal(self, key: str, value: str | bytes | Any) -> bytes:
         content = value.encode() if isinstance(value, str) else bytes(value)
         nonce = secrets.token_bytes(_NONCE)
-        hidden = self._mixed(nonce, content)
-        return nonce + hidden + self._signature(key, nonce + hidden)
+        return nonce + bytes(self._cipher.encrypt(nonce, content, key.encode()))
 
     def _open(self, key: str, sealed: bytes) -> bytes:
-        body, signature = sealed[:-_SIGNATURE], sealed[-_SIGNATURE:]
-        if len(body) < _NONCE or not hmac.compare_digest(signature, self._signature(key, body)):
+        from cryptography.exceptions import InvalidTag
+
+        try:
+            return bytes(self._cipher.decrypt(sealed[:_NONCE], sealed[_NONCE:], key.encode()))
+        except (InvalidTag, ValueError):  # the latter of a value that is too short for a nonce
             raise CommunicationError(
                 f"the value {key!r} in the ranks' store was not written by who knows the secret of "
                 f"{SECRET_FILE}: a rank has another secret or none, or a stranger writes to the store"
-            )
-        return self._mixed(body[:_NONCE], body[_NONCE:])
+            ) from None
 
-    def _signature(self, key: str, body: bytes) -> bytes:
-        name = key.encode()
-        return hmac.digest(self._signing, len(name).to_bytes(8, "little") + name + body, "sha256")
 
-    def _mixed(self, nonce: bytes, content: bytes) -> bytes:
-        """Return the content with the keystream: encrypted if it was plain, plain if it was encrypted."""
-        blocks = -(-len(content) // hashlib.sha256().digest_size)
-        stream = b"".join(
-            hmac.digest(self._encryption, nonce + number.to_bytes(8, "little"), "sha256")
-            for number in range(blocks)
-        )[: len(content)]
-        mixed = int.from_bytes(content, "little") ^ int.from_bytes(stream, "little")
-        return mixed.to_bytes(len(content), "little")
+def _cipher_of(key: bytes) -> Any:
+    """Return the cipher for a key of 32 bytes; its package is imported for those who have a secret."""
+    try:
+        from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+    except ImportError as error:
+        raise ConfigError(
+            f"{SECRET_FILE} needs the package 'cryptography', which is not installed",
+            possible="Shoal's own installation, which brings it",
+            change="run: pip install cryptography",
+        ) from error
+    return ChaCha20Poly1305(key)

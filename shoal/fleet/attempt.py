@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from shoal.errors import CommunicationError, ConfigError, ShoalError, WorkerError
-from shoal.fleet.channel import Channel, Event
+from shoal.fleet.channel import AgentChannel, Event
 from shoal.fleet.hosts import Host
 from shoal.launch import (
     EXIT_STOPPED,
@@ -72,7 +72,7 @@ class Work:
 class _Agent:
     """The agent of a host, as far as is known."""
 
-    channel: Channel
+    channel: AgentChannel
     here: Here | None = None
     node: Node | None = None
     ended: Ended | None = None
@@ -100,7 +100,7 @@ class Attempt:
         self,
         hosts: Sequence[Host],
         work: Work,
-        open_channel: Callable[[Host, Callable[[Event], object]], Channel],
+        open_channel: Callable[[Host, Callable[[Event], object]], AgentChannel],
         signals: list[signal.Signals],
     ) -> None:
         self._hosts = hosts

@@ -1,4 +1,9 @@
-"""What a fleet talks to the agent of a host over."""
+"""What a fleet talks to the agent of a host over.
+
+It is no `shoal.channel.Channel`: ssh or Ray has proved who is at either end, a host need not reach the fleet
+by itself, and what its shell prints comes along. So both ends send lines, of which some are messages
+(`shoal.launch.messages`).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +17,7 @@ from typing import IO, Literal, final
 
 from shoal.signals import withheld_from_children
 
-__all__ = ["Channel", "Event", "ProcessChannel"]
+__all__ = ["AgentChannel", "Event", "ProcessChannel"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +35,7 @@ class Event:
     line: bytes
 
 
-class Channel(ABC):
+class AgentChannel(ABC):
     """A connection to the agent of a host. What comes is told as Events, from any thread."""
 
     @abstractmethod
@@ -47,7 +52,7 @@ class Channel(ABC):
 
 
 @final
-class ProcessChannel(Channel):
+class ProcessChannel(AgentChannel):
     """A channel over the stdin, stdout and stderr of a program, such as ssh.
 
     The program is a session of its own: Ctrl-C on the terminal reaches the fleet alone, which decides.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from shoal.errors import ClusterError, WorkerError
 from shoal.fleet.attempt import Attempt, Work
-from shoal.fleet.channel import Channel, Event
+from shoal.fleet.channel import AgentChannel, Event
 from shoal.fleet.hosts import Host
 from shoal.launch import ALONE, EXIT_STOPPED, signals_noted
 
@@ -73,7 +73,7 @@ def train_on(
     hosts: Callable[[], Sequence[Host]],
     work: Work,
     policy: Policy,
-    open_channel: Callable[[Host, Callable[[Event], object]], Channel],
+    open_channel: Callable[[Host, Callable[[Event], object]], AgentChannel],
 ) -> int:
     """Train on some of these hosts, and start again after failures; return the exit code.
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from shoal.errors import ClusterError, MissingExtraError
-from shoal.fleet.channel import Channel, Event, ProcessChannel
+from shoal.fleet.channel import AgentChannel, Event, ProcessChannel
 from shoal.fleet.hosts import Host
 
 __all__ = ["RayCluster"]
@@ -64,7 +64,7 @@ class RayCluster:
         nodes = self._nodes()
         return [Host(name, address=nodes[name]["NodeManagerAddress"]) for name in sorted(nodes)]
 
-    def open_channel(self, host: Host, told: Callable[[Event], object]) -> Channel:
+    def open_channel(self, host: Host, told: Callable[[Event], object]) -> AgentChannel:
         """Start an agent on a node, as an actor."""
         node = self._nodes().get(host.name, {})
         gpus = int(node.get("Resources", {}).get("GPU", 0))
@@ -139,7 +139,7 @@ def _no_cluster(address: str, reason: str) -> ClusterError:
 
 
 @final
-class _ActorChannel(Channel):
+class _ActorChannel(AgentChannel):
     """A channel to the agent that an actor holds."""
 
     def __init__(self, ray: Any, host: str, actor: Any, told: Callable[[Event], object]) -> None:

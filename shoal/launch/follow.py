@@ -19,13 +19,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
+from shoal.channel import Channel, ChannelBusyError, ChannelRefusedError, ChannelStrangerError, dial
 from shoal.errors import CommunicationError, ConfigError
 from shoal.launch.elastic import member_environments
-from shoal.launch.gate import Gate, StoreDoor
+from shoal.launch.gate import LAUNCHER, Gate, StoreDoor
 from shoal.launch.host import BEAT, SILENCE, answers
 from shoal.launch.hosts import Meeting, surroundings
 from shoal.launch.launcher import END, TERMINAL, listen_for
-from shoal.launch.link import Link, LinkBusyError, LinkRefusedError, dial
 from shoal.launch.local_ranks import LocalRanks
 from shoal.launch.members import WAIT
 from shoal.launch.membership import AFTER
@@ -67,7 +67,8 @@ def follow(
         ConfigError: It has another token.
     """
     known = _Known(memory)
-    waiting = _Waiting(f"the host that leads, at {meeting.address[0]}:{meeting.address[1]}")
+    at = f"{meeting.address[0]}:{meeting.address[1]}"
+    waiting = _Waiting(f"the host that leads, at {at}")
     why = "nothing listens there"
     since = time.monotonic()
     with signals_noted() as signals:
@@ -78,14 +79,14 @@ def follow(
                 continue
             token = read_token(meeting.token)
             try:
-                link = dial(meeting.address, token)
-            except LinkBusyError:  # it prepares the data, which may take long
+                link = dial(meeting.address, token, LAUNCHER)
+            except ChannelBusyError:  # it prepares the data, which may take long
                 waiting.say("it is there, and prepares its data")
                 since = time.monotonic()
                 continue
-            except LinkRefusedError as error:
+            except (ChannelRefusedError, ChannelStrangerError):
                 raise ConfigError(
-                    f"{error}: this host's is in {meeting.token}",
+                    f"{at} has another token than this host: this host's is in {meeting.token}",
                     possible="the token that the host that leads has",
                     change="copy the file of that host to this one, or give each run its own --rendezvous",
                 ) from None
@@ -105,9 +106,8 @@ def follow(
     if signals and not known.leader:
         print(stopped_early(signals[0].name), file=sys.stderr, flush=True)
         return EXIT_STOPPED
-    host = f"{meeting.address[0]}:{meeting.address[1]}"
     raise CommunicationError(
-        f"the host that leads the run, {host}, is gone: {why}. Start the run again on all hosts, with "
+        f"the host that leads the run, {at}, is gone: {why}. Start the run again on all hosts, with "
         "--resume auto"
     )
 
@@ -162,7 +162,7 @@ class _Following:
         environment: Mapping[str, str],
         known: _Known,
         nursery: Nursery | None,
-        link: Link,
+        link: Channel,
         token: bytes,
     ) -> None:
         self._meeting, self._module, self._environment = meeting, module, environment

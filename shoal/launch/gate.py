@@ -1,4 +1,4 @@
-"""The one port of a launcher: who knows the token gets what its first message asks for.
+"""The one port of a launcher: who knows the token gets what the first message of its channel asks for.
 
 host    another host's launcher, which stays connected
 store   a connection to the store of the ranks, which itself listens on loopback alone
@@ -12,17 +12,20 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
+from shoal.channel import Channel, challenge, dial, first_message
 from shoal.errors import CommunicationError
-from shoal.launch.link import Link, dial, welcome
 from shoal.launch.pump import Pump
 from shoal.listener import Handshake, Listener, listen, loopback
 
-__all__ = ["Gate", "Service", "StoreDoor", "store_service"]
+__all__ = ["LAUNCHER", "Gate", "Service", "StoreDoor", "store_service"]
+
+LAUNCHER = b"launcher"
+"""The purpose of channels to a Gate."""
 
 _AT_ONCE = 1 << 16  # bytes
 _DIALS = 64  # connections to another host that are made at a time
 
-Service = Callable[[Link, Mapping[str, Any]], object]
+Service = Callable[[Channel, Mapping[str, Any]], object]
 """Gets a link and its first message, on a thread of its own."""
 
 
@@ -41,7 +44,7 @@ class Gate:
 
     def __init__(self, listening: socket.socket, token: bytes, services: Mapping[str, Service]) -> None:
         self._services = services
-        self._listener = Listener(listening, lambda: welcome(token), self._admit)
+        self._listener = Listener(listening, lambda: _welcome(token), self._admit)
         self.port: int = self._listener.port
 
     def close(self) -> None:
@@ -49,7 +52,7 @@ class Gate:
         self._listener.close()
 
     def _admit(self, connected: socket.socket, asked: dict[str, Any]) -> None:
-        link, service = Link(connected), self._services.get(str(asked.get("kind")))
+        link, service = Channel(connected), self._services.get(str(asked.get("kind")))
         if service is None:
             link.close()
         else:
@@ -65,7 +68,7 @@ def store_service(port: int, pump: Pump, is_open: Callable[[str], bool]) -> Serv
         is_open: Whether a session, which a link names, may use the store.
     """
 
-    def serve(link: Link, asked: Mapping[str, Any]) -> None:
+    def serve(link: Channel, asked: Mapping[str, Any]) -> None:
         session = str(asked.get("session"))
         try:
             store = socket.create_connection((loopback(), port))
@@ -112,7 +115,7 @@ class StoreDoor:
     def _connect(self, connected: socket.socket, first: bytes) -> None:
         try:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            link = dial(self._address, self._token)
+            link = dial(self._address, self._token, LAUNCHER)
             link.send({"kind": "store", "session": self._session})
             link.socket.sendall(first)
         except (OSError, CommunicationError):
@@ -121,6 +124,12 @@ class StoreDoor:
         finally:
             self._dials.release()
         self._pump.add(connected, link.socket)
+
+
+def _welcome(token: bytes) -> Handshake[dict[str, Any]]:
+    """Let who dials prove that it knows the token, and return its first message."""
+    yield from challenge(token, LAUNCHER)
+    return (yield from first_message())
 
 
 def _first_bytes() -> Handshake[bytes]:

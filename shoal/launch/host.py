@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shoal.launch.link import Link
+from shoal.channel import Channel
 from shoal.release import release
 
 __all__ = ["BEAT", "SILENCE", "Gone", "Host", "answers", "end_of"]
@@ -48,7 +48,7 @@ class Host:
         heard: Time of its last message.
     """
 
-    link: Link | None
+    link: Channel | None
     name: str
     address: str
     ranks: int

@@ -33,8 +33,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
+from shoal.channel import Channel
 from shoal.launch.host import BEAT, SILENCE, Gone, Host, end_of
-from shoal.launch.link import Link
 from shoal.launch.local_ranks import LocalRanks
 from shoal.launch.outcome import EXIT_STOPPED, Outcome
 from shoal.launch.output import NamedLines, pass_on
@@ -248,7 +248,7 @@ class LinkedHosts:
                 if host in left and (isinstance(told, Gone) or (told and "last" in told)):
                     left.remove(host)
 
-    def join(self, link: Link, asked: Mapping[str, Any]) -> None:
+    def join(self, link: Channel, asked: Mapping[str, Any]) -> None:
         """Take up a host, on the thread of its link, which listens to it until it is gone."""
         address = str(link.socket.getpeername()[0])
         host = Host(

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, final
 
 from shoal import limits
+from shoal.channel import Channel, dial
 from shoal.checkpoint import checkpoints, read_manifest
 from shoal.errors import CheckpointError
-from shoal.launch.gate import Service
-from shoal.launch.link import Link, dial
+from shoal.launch.gate import LAUNCHER, Service
 from shoal.limits import open_regular, read_regular
 
 __all__ = ["MANIFEST", "Held", "Peer", "files_service", "held_in", "is_there"]
@@ -39,7 +39,7 @@ _PATIENCE = 15.0  # seconds without a byte
 def files_service(folder: Path) -> Service:
     """Return the service that sends files of checkpoints in a folder."""
 
-    def serve(link: Link, asked: Mapping[str, Any]) -> None:
+    def serve(link: Channel, asked: Mapping[str, Any]) -> None:
         try:
             while True:
                 asked_for = link.receive()
@@ -56,7 +56,7 @@ def files_service(folder: Path) -> Service:
     return serve
 
 
-def _send(link: Link, folder: Path, name: str) -> None:
+def _send(link: Channel, folder: Path, name: str) -> None:
     if not _FILE.fullmatch(name):
         link.send({"missing": f"{name!r} is no file of a checkpoint"})
         return
@@ -115,12 +115,12 @@ class Peer:
         token: The token of the run.
 
     Raises:
-        OSError: It cannot be reached.
-        LinkRefusedError: It has another token.
+        OSError: It cannot be reached, or does not take the token.
+        ChannelStrangerError: It has another token.
     """
 
     def __init__(self, address: tuple[str, int], token: bytes) -> None:
-        self._link = dial(address, token)
+        self._link = dial(address, token, LAUNCHER)
         self._link.limit(_PATIENCE)
         self._link.send({"kind": "files"})
 

@@ -2,15 +2,14 @@
 
 Nouns: Server (holds shards), Shard (a part of the values, with its optimizer), Board (knows the workers,
 hands out the samples, and says who may go on), Terms (what the Board goes by), Guard (lets rounds take the
-place of stale gradients), Servers (a worker's rank's way to all servers). They talk TCP (`channel.py`) and
-need no process group, so workers may come and go.
+place of stale gradients), Servers (a worker's rank's way to all servers). They talk over a Channel and need
+no process group, so workers may come and go.
 `shoal.parallel.ServedUpdates` is the optimizer that a worker steps.
 """
 
 from shoal.server.blueprint import Blueprint
-from shoal.server.channel import ServerError
 from shoal.server.client import Servers
 from shoal.server.serve import Server
-from shoal.server.terms import Decision, Mode, Terms, Ticket
+from shoal.server.terms import Decision, Mode, ServerError, Terms, Ticket
 
 __all__ = ["Blueprint", "Decision", "Mode", "Server", "ServerError", "Servers", "Terms", "Ticket"]

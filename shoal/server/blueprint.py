@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from shoal.server.channel import ServerError
+from shoal.server.terms import ServerError
 
 __all__ = ["Blueprint"]
 

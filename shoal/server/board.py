@@ -25,9 +25,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, final
 
-from shoal.server.channel import ServerError
 from shoal.server.guard import Guard
-from shoal.server.terms import Decision, Mode, Terms, Ticket
+from shoal.server.terms import Decision, Mode, ServerError, Terms, Ticket
 
 __all__ = ["Board"]
 

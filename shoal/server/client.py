@@ -10,14 +10,14 @@ from typing import Any, TypeVar, final
 
 import torch
 
+from shoal.channel import Channel, ChannelStrangerError, dial
 from shoal.collectives import Codec
 from shoal.collectives.thread_device import callers_device, take_device
 from shoal.plan import Compression
 from shoal.server.blueprint import Blueprint
-from shoal.server.channel import Channel, ServerError, connect
-from shoal.server.terms import Decision, Terms, Ticket
+from shoal.server.terms import SERVER, Decision, ServerError, Terms, Ticket
 
-__all__ = ["Servers"]
+__all__ = ["Servers", "ask", "connect"]
 
 _ALIGNED = 1024  # elements: a shard begins at a multiple
 
@@ -318,8 +318,8 @@ class Servers:
         """End all servers that live."""
         for address in self._addresses:
             with contextlib.suppress(OSError, ServerError):
-                channel = connect(address, self._token, _CONNECT)
-                channel.ask({"do": "end"})
+                channel = connect(address, self._token)
+                ask(channel, {"do": "end"})
                 channel.close()
 
     def _of_each(self, one: Callable[[int, Part], Result], parts: Sequence[Part]) -> list[Result]:
@@ -344,11 +344,11 @@ class Servers:
             try:
                 if shard not in self._channels:
                     address = self._addresses[self._asked[shard]]
-                    self._channels[shard] = connect(address, self._token, _CONNECT)
+                    self._channels[shard] = connect(address, self._token)
                     self._channels[shard].limit(2 * self.timeout)
                     if shard in self._pushed and head["do"] in ("measure", "pull"):
-                        self._channels[shard].ask(*self._pushed[shard])
-                return self._channels[shard].ask(head, body, into)
+                        ask(self._channels[shard], *self._pushed[shard])
+                return ask(self._channels[shard], head, body, into)
             except OSError as error:
                 self._turn_to_next(shard, error)
 
@@ -368,6 +368,40 @@ class Servers:
                 + ("nor can the one before it" if asked != own else "mirror=1 would keep a copy of its part")
             ) from error
         self._asked[shard] = (own + 1) % self.number
+
+
+def connect(address: tuple[str, int], token: str) -> Channel:
+    """Return a channel to a server.
+
+    Raises:
+        OSError: It cannot be reached, or does not take the token.
+        ServerError: It does not know the token.
+    """
+    try:
+        return dial(address, token.encode(), SERVER, _CONNECT)
+    except ChannelStrangerError as error:
+        raise ServerError(
+            "what listens at the address of a parameter server is none of this training"
+        ) from error
+
+
+def ask(
+    channel: Channel,
+    head: Mapping[str, Any],
+    body: Sequence[torch.Tensor] = (),
+    into: torch.Tensor | None = None,
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """Send a message to a server, and receive the reply; arguments as for a Channel.
+
+    Raises:
+        OSError: The server is gone.
+        ServerError: It refuses.
+    """
+    channel.send(head, body)
+    reply, received = channel.receive_with_body(into)
+    if "refused" in reply:
+        raise ServerError(reply["refused"])
+    return reply, received
 
 
 def _of_round(decision: Decision) -> dict[str, Any]:

@@ -28,13 +28,15 @@ from typing import Any, final
 
 import torch
 
+from shoal.channel import Channel, challenge
+from shoal.errors import CommunicationError
 from shoal.listener import Listener, listen
 from shoal.plan import Compression
 from shoal.server.blueprint import Blueprint
 from shoal.server.board import Board
-from shoal.server.channel import Channel, ServerError, connect, welcome
+from shoal.server.client import ask, connect
 from shoal.server.shard import Contribution, Shard
-from shoal.server.terms import Terms
+from shoal.server.terms import SERVER, ServerError, Terms
 
 __all__ = ["Server"]
 
@@ -98,7 +100,9 @@ class Server:
         Raises:
             ServerError: All workers are gone before the end.
         """
-        self._listener = Listener(self._listening, lambda: welcome(self._token), self._admit)
+        self._listener = Listener(
+            self._listening, lambda: challenge(self._token.encode(), SERVER), self._admit
+        )
         while not self._is_over.wait(1.0):
             with self._lock:
                 if self._channels:
@@ -140,7 +144,7 @@ class Server:
         worker: int | None = None  # whose worker the board hears through this connection
         try:
             while not self._is_over.is_set():
-                head, body = channel.receive()
+                head, body = channel.receive_with_body()
                 try:
                     reply, tensors = self._handle(head, body)
                 except ServerError as error:
@@ -150,7 +154,7 @@ class Server:
                 channel.send(reply, tensors)
                 if head["do"] == "end":
                     self._is_over.set()
-        except (OSError, ValueError, KeyError, ServerError):
+        except (OSError, ValueError, KeyError, CommunicationError):
             pass  # the other end is gone, or sent what no client sends
         finally:
             with self._lock:
@@ -354,8 +358,8 @@ class Server:
                 return
             try:
                 if self._copy is None:
-                    self._copy = connect(self._next, self._token, timeout=10.0)
-                self._copy.ask(head, body)
+                    self._copy = connect(self._next, self._token)
+                ask(self._copy, head, body)
             except OSError:
                 self._next = None  # it is dead: nobody keeps a copy any more
             except ServerError:

@@ -12,7 +12,7 @@ import torch
 from shoal.collectives import codec_of
 from shoal.plan import Compression
 from shoal.server.blueprint import Blueprint
-from shoal.server.channel import ServerError
+from shoal.server.terms import ServerError
 from shoal.server.view import View
 
 __all__ = ["Contribution", "Shard"]

@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Decision", "Mode", "Terms", "Ticket"]
+from shoal.errors import CommunicationError
+
+__all__ = ["SERVER", "Decision", "Mode", "ServerError", "Terms", "Ticket"]
+
+SERVER = b"parameter server"
+"""The purpose of channels to a parameter server."""
+
+
+class ServerError(CommunicationError):
+    """A parameter server cannot be reached, or refuses what it was asked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import hmac
+import sys
 from datetime import timedelta
 from pathlib import Path
 
@@ -53,6 +55,42 @@ def test_values_of_strangers_of_other_keys_and_of_other_secrets_are_refused():
     assert store.compare_set("f", "", "second") == b"first"
     assert store.compare_set("f", "first", "third") == b"third"
     assert store.get("f") == b"third"
+
+
+def test_values_are_sealed_as_the_standard_says():
+    """RFC 8439, with a key of this use alone, and the value's name as associated data."""
+    from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+
+    inner = dist.HashStore()
+    SealedStore(inner, SECRET).set("name", "value")
+    sealed = inner.get("name")
+    assert len(sealed) == 12 + len("value") + 16
+    cipher = ChaCha20Poly1305(hmac.digest(SECRET, b"shoal store: values", "sha256"))
+    assert cipher.decrypt(sealed[:12], sealed[12:], b"name") == b"value"
+
+
+@pytest.mark.parametrize("size", [0, 11, 12, 27, 28])
+def test_a_value_that_is_too_short_to_be_sealed_is_refused(size):
+    inner = dist.HashStore()
+    inner.set("key", bytes(size))
+    with pytest.raises(CommunicationError, match="SHOAL_SECRET_FILE"):
+        SealedStore(inner, SECRET).get("key")
+
+
+def test_without_the_package_the_secret_is_refused_by_name(monkeypatch, tmp_path):
+    (tmp_path / "secret").write_bytes(SECRET)
+    (tmp_path / "secret").chmod(0o600)
+    for name in [each for each in sys.modules if each.partition(".")[0] == "cryptography"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(ConfigError, match="SHOAL_SECRET_FILE needs the package 'cryptography'"):
+        open_store(
+            ("127.0.0.1", free_port()),
+            0,
+            1,
+            timedelta(seconds=30),
+            {"SHOAL_SECRET_FILE": str(tmp_path / "secret")},
+        )
 
 
 SHORT = timedelta(milliseconds=1)

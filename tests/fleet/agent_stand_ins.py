@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass, field
 
-from shoal.fleet import Channel, Event
+from shoal.fleet import AgentChannel, Event
 from shoal.launch import EXIT_STOPPED, Ended, Here, Node, Outcome, Task, from_line, to_line
 
 __all__ = ["DONE", "LOST", "UNREACHABLE", "WAITS", "Fails", "Network", "OldVersion", "Stops"]
@@ -53,7 +53,7 @@ class Network:
         self.attempts[-1][name] = node
 
 
-class _Agent(Channel):
+class _Agent(AgentChannel):
     def __init__(self, name, behaviour, told, network):
         self._name, self._behaviour, self._told, self._network = name, behaviour, told, network
         self._token = ""

@@ -124,17 +124,17 @@ def workload(data: bytes) -> None:
 
 def channel(data: bytes) -> None:
     """A message to a parameter server."""
+    from shoal.channel import Channel
     from shoal.errors import CommunicationError
-    from shoal.server.channel import Channel
 
     here, there = socket.socketpair()
     received = Channel.__new__(Channel)
-    received._socket = here
+    received.socket = here
     with here, there:
         there.sendall(data[: 1 << 16])
         there.shutdown(socket.SHUT_WR)
         try:
-            received.receive()
+            received.receive_with_body()
         except (OSError, ValueError) as error:  # which end the connection of a server
             raise CommunicationError(str(error)) from error
 

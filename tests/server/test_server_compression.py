@@ -12,7 +12,7 @@ from shoal.parallel import Outer, parallelize
 from shoal.parallel.exchange.sums import seed_of
 from shoal.plan import Compression, Plan
 from shoal.server import Servers, Terms
-from shoal.server.channel import Channel
+from shoal.server.client import ask
 
 KINDS = ["int8", "int4", "fp8", "sign", "topk:8", "topk:8:2bit", "random:4", "threshold:1"]
 WORKERS, ROUNDS, RATE = 3, 8, 0.05
@@ -65,7 +65,7 @@ def test_rounds_are_those_of_the_formula(compress):
 @pytest.mark.parametrize("compress", ["int8", "topk:8", "random:4"])
 def test_the_bytes_that_are_sent_are_those_of_the_payloads(compress, monkeypatch):
     asked = defaultdict(list)
-    lock, ask = threading.Lock(), Channel.ask
+    lock = threading.Lock()
 
     def counted(channel, head, body=(), into=None):
         reply, received = ask(channel, head, body, into)
@@ -73,7 +73,7 @@ def test_the_bytes_that_are_sent_are_those_of_the_payloads(compress, monkeypatch
             asked[head["do"]].append((sum(each.nbytes for each in body), received.nbytes))
         return reply, received
 
-    monkeypatch.setattr(Channel, "ask", counted)
+    monkeypatch.setattr("shoal.server.client.ask", counted)
     train(Terms(workers=2, shares=12), workers=2, servers=2, compress=compress)
     elements = sum(each.numel() for each in make_model().parameters())
     windows = Servers([("", 0)] * 2, "").windows(elements)
