@@ -16,9 +16,8 @@ from functools import partial
 from shoal.cost import Alike, Costs
 from shoal.cost.time import straggler_share
 from shoal.plan import SettledPlan
-from shoal.plan.schedules import FOUND
-from shoal.simulate.common_order import CommonOrder, common_order_of, made_order
-from shoal.simulate.in_order import PlayInOrder, passes_in_order, play_in_order
+from shoal.plan.schedules import FOUND, CommonOrder, common_order_of, made_order
+from shoal.simulate.engine import Play, play_passes, play_steps
 from shoal.simulate.programs import (
     alike_programs,
     links_of,
@@ -84,9 +83,9 @@ class _Played:
     """
 
     seconds: float
-    play: PlayInOrder
+    play: Play
     rounds: int
-    longer: Callable[[], tuple[CommonOrder, PlayInOrder]]
+    longer: Callable[[], tuple[CommonOrder, Play]]
 
     def waits(self) -> list[dict[str, float]]:
         """Return the waits of the whole step by place."""
@@ -110,7 +109,7 @@ def _played_step(alike: Alike[Costs]) -> _Played:
 
 
 def _played(
-    plan: SettledPlan, count: int, late: float, play: Callable[[int], tuple[CommonOrder, PlayInOrder]]
+    plan: SettledPlan, count: int, late: float, play: Callable[[int], tuple[CommonOrder, Play]]
 ) -> _Played:
     """Play the shortest table whose middle repeats.
 
@@ -151,17 +150,17 @@ def _short(plan: SettledPlan, count: int) -> Iterator[int]:
 
 def _play(
     costs: Costs, plan: SettledPlan, stages: Sequence[StageProgram], count: int
-) -> tuple[CommonOrder, PlayInOrder]:
+) -> tuple[CommonOrder, Play]:
     """Play a step of so many micro-batches."""
     order = _order(costs, plan, stages, count)
     programs = rank_programs(plan, costs, order.schedule, stages, is_named=False)
     links, late = links_of(plan, costs, order.pairs), straggler_share(plan, costs.cluster)
-    return order, play_in_order(order, programs, links, lateness=late)
+    return order, play_steps(order, programs, links, lateness=late)
 
 
 def _play_passes(
     costs: Costs, plan: SettledPlan, stages: Sequence[StageProgram], count: int
-) -> tuple[CommonOrder, PlayInOrder]:
+) -> tuple[CommonOrder, Play]:
     """Play forwards and backwards without any exchange, up to the wait for the slowest rank."""
     order = _order(costs, plan, stages, count)
     passages = [
@@ -170,10 +169,10 @@ def _play_passes(
     ]
     links, late = links_of(plan, costs, order.pairs), straggler_share(plan, costs.cluster)
     seconds = [links[pair].seconds for pair in order.pairs]
-    return order, passes_in_order(order, [each.seconds for each in passages], seconds, lateness=late)
+    return order, play_passes(order, [each.seconds for each in passages], seconds, lateness=late)
 
 
-def _repeats(order: CommonOrder, play: PlayInOrder) -> float | None:
+def _repeats(order: CommonOrder, play: Play) -> float | None:
     """Return the seconds of a round of as many micro-batches as ranks; None if the middle does not repeat."""
     if order.rounds is None:
         return None

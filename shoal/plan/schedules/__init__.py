@@ -7,7 +7,9 @@ Nouns: Action (a rank's forward or backward of a stage and micro-batch), Schedul
 """
 
 from shoal.plan.schedules.action import Action, Work
+from shoal.plan.schedules.common_order import NO_MESSAGE, CommonOrder, Slot, common_order_of, made_order
 from shoal.plan.schedules.found import FOUND
+from shoal.plan.schedules.in_order import UNKNOWN, Message, play_in_order
 from shoal.plan.schedules.kind import Held, Kind
 from shoal.plan.schedules.kinds import KINDS, NAMES, kind_of, make, require_numbers
 from shoal.plan.schedules.play import Played, Times, numbered, play, played_numbers
@@ -20,22 +22,30 @@ __all__ = [
     "FOUND",
     "KINDS",
     "NAMES",
+    "NO_MESSAGE",
+    "UNKNOWN",
     "Action",
+    "CommonOrder",
     "Held",
     "Kind",
+    "Message",
     "Payload",
     "Played",
     "Receive",
     "Schedule",
     "Send",
+    "Slot",
     "Step",
     "Times",
     "Work",
+    "common_order_of",
     "kind_of",
     "looped",
+    "made_order",
     "make",
     "numbered",
     "play",
+    "play_in_order",
     "played_numbers",
     "require_no_deadlock",
     "require_numbers",

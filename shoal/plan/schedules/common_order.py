@@ -1,21 +1,43 @@
 """The CommonOrder of a step: the actions and messages of all ranks along a pipeline as one list.
 
-`shoal.plan.schedules.transfers` puts all actions and messages in one order, in which nothing comes before
-what it waits for. A player that goes through that order never has to come back to a rank, so it takes a
-fraction of a microsecond for each action. It gives the times that the event engine gives, and notes nothing;
-a test compares the two.
+All actions and messages stand in the order of their times if every piece of work takes one unit: an action at
+its start, a message at the stop of the action that makes it. So nothing comes before what it waits for. The
+runtime takes each rank's sends and receives from this order (`transfers`), and a simulation that goes through
+it never has to come back to a rank (`play_in_order`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
-from shoal.plan.schedules import Schedule, Times, Work, make, numbered, play
-from shoal.simulate.course import NO_MESSAGE, Slot
+from shoal.plan.schedules.action import Work
+from shoal.plan.schedules.kinds import make
+from shoal.plan.schedules.play import Times, numbered, play
+from shoal.plan.schedules.schedule import Schedule
 
-__all__ = ["CommonOrder", "Entry", "Sent", "common_order_of", "made_order"]
+__all__ = ["NO_MESSAGE", "CommonOrder", "Entry", "Sent", "Slot", "common_order_of", "made_order"]
+
+NO_MESSAGE = -1
+
+
+class Slot(NamedTuple):
+    """Actions of a stage that take equally long.
+
+    Attributes:
+        work: Kind of the work.
+        stage: Number of the stage.
+        is_first: Whether it is the stage's first forward of a step.
+        is_last: Whether it is the last action that adds to the gradients of the stage's weights.
+    """
+
+    work: Work
+    stage: int
+    is_first: bool
+    is_last: bool
 
 
 Sent = tuple[int, int, int, int, bool]
@@ -44,6 +66,11 @@ class CommonOrder:
     slots: Sequence[Slot]
     entries: Sequence[Entry]
     pairs: Sequence[tuple[int, int]]
+
+    @cached_property
+    def numbers(self) -> Counter[int]:
+        """By slot, how many actions of a step have it."""
+        return Counter(entry[1] for entry in self.entries)
 
     @cached_property
     def rounds(self) -> Sequence[Sequence[tuple[int, int]]] | None:
