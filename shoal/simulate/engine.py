@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from shoal.plan.schedules import UNKNOWN, CommonOrder, Message, play_in_order
 from shoal.simulate.journal import Journal
+from shoal.simulate.passage import Passage
 from shoal.simulate.rank import BUBBLE, Link, Notes, Rank, RankProgram
 
 __all__ = ["BUBBLE", "Actions", "Link", "Play", "RankProgram", "play_passes", "play_steps"]
@@ -78,7 +79,7 @@ def play_steps(
     """
     notes = None if journal is None else Notes(journal, order, programs, links)
     seconds, busy = [UNKNOWN] * len(order.slots), [0.0] * len(programs)
-    alone: dict[int, tuple[float, dict[str, float]]] = {}
+    alone: dict[Passage, tuple[float, dict[str, float]]] = {}
     ranks = [
         Rank(order, place, program, seconds, busy, alone, notes) for place, program in enumerate(programs)
     ]

@@ -15,7 +15,7 @@ from shoal.simulate.engine import Link, RankProgram
 from shoal.simulate.passage import Collective
 from shoal.simulate.stage_program import StageProgram
 from shoal.timeline import Purpose
-from shoal.workload import Block, Parameters
+from shoal.workload import Parameters
 
 __all__ = [
     "alike_programs",
@@ -67,16 +67,11 @@ def alike_programs(
     """
     placement = plan.placement if plan.pp > 1 else (0,)
     turns = [0] * plan.pp
-    made: dict[tuple[int, Costs, tuple[Block, ...]], StageProgram] = {}
+    made = cache(partial(StageProgram, plan, members=_nobody, is_named=False, exchanges=exchanges))
     found = []
     for place, blocks in zip(placement, costs.blocks_of(plan, count), strict=True):
-        key = turns[place], costs.at(plan, place), tuple(blocks)
+        found.append(made(costs.at(plan, place), turns[place], tuple(blocks)))
         turns[place] += 1
-        if key not in made:
-            made[key] = StageProgram(
-                plan, key[1], key[0], blocks, _nobody, is_named=False, exchanges=exchanges
-            )
-        found.append(made[key])
     return found
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from shoal.plan.schedules import NO_MESSAGE, UNKNOWN, CommonOrder, Message, Work
 from shoal.simulate.journal import Journal
-from shoal.simulate.passage import Collective, Exposed, Piece, Start
+from shoal.simulate.passage import Collective, Exposed, Passage, Piece, Start
 from shoal.simulate.stage_program import StageProgram
 from shoal.timeline import Kind, Purpose
 
@@ -129,7 +129,7 @@ class Rank:
         program: RankProgram,
         seconds: list[float],
         busy: list[float],
-        alone: dict[int, tuple[float, dict[str, float]]],
+        alone: dict[Passage, tuple[float, dict[str, float]]],
         notes: Notes | None,
     ) -> None:
         self.now = 0.0  # time of the compute stream
@@ -254,7 +254,7 @@ class Rank:
         passage = stage.passage(where.work, is_first=where.is_first, is_last=where.is_last)
         kind = Kind.FORWARD if where.work is Work.FORWARD else Kind.BACKWARD
         start, is_alone, waits = self.now, self._free <= self.now, dict(self._waits)
-        known = self._known.get(id(passage)) if is_alone and self._journal is None else None
+        known = self._known.get(passage) if is_alone and self._journal is None else None
         if known is not None:
             self.now += known[0]
             for what, seconds in known[1].items():
@@ -271,7 +271,7 @@ class Rank:
                 self._journal.work(self._rank, kind, name, start, self.now)
         if is_alone and self._free <= self.now and self._journal is None:
             waited = {what: seconds - waits.get(what, 0.0) for what, seconds in self._waits.items()}
-            self._known[id(passage)] = self.now - start, waited
+            self._known[passage] = self.now - start, waited
             if not where.is_last:
                 self._seconds[slot], self._waits_of[slot] = self.now - start, waited
         if where.is_last and stage.keeps_sums and self._is_piped:
