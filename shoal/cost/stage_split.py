@@ -20,7 +20,7 @@ from shoal.cost.time.split import pieces_by_stage
 from shoal.cost.time.step import Costs
 from shoal.errors import PlanError
 from shoal.plan import SettledPlan
-from shoal.plan.stages import Cost, ranges_of, split_by_cost
+from shoal.plan.stages import Cost, ranges_of, split_by_cost, split_text
 from shoal.workload import Workload
 
 __all__ = ["settle_split"]
@@ -52,7 +52,7 @@ def settle_split(
     count, layout = plan.microbatches_of(batch), memories.layout(plan)
     pieces, paces = costs.piece_costs(layout), costs.paces(plan)
     stages = pieces_by_stage(workload, plan, count, lambda: pieces, lambda: paces)
-    best = _with_counts(plan, [len(stage) for stage in stages])
+    best = plan.replace(split=split_text([len(stage) for stage in stages]))
     memory = cluster.device.memory if limit is None else limit
     least = memories.fullest(best, batch).required - memory
     if least <= 0:
@@ -69,7 +69,7 @@ def settle_split(
             if limit is not None and attempt == 0:
                 raise
             break
-        found = _with_counts(plan, counts)
+        found = plan.replace(split=split_text(counts))
         excess = memories.fullest(found, batch).required - memory
         if excess < least:
             best, least = found, excess
@@ -106,14 +106,6 @@ def _beyond(
     middle = max([each for place, each in enumerate(needed) if place not in (first, last)], default=0.0)
     middle = middle or min(needed)
     return needed[first] - middle, middle, needed[last] - middle if last != first else 0.0
-
-
-def _with_counts(plan: SettledPlan, pieces: Sequence[int]) -> SettledPlan:
-    """Return the Plan with so many pieces in each stage, of which the embedding and the end are no blocks."""
-    blocks = list(pieces)
-    blocks[0] -= 1
-    blocks[-1] -= 1
-    return plan.replace(split="-".join(map(str, blocks)))
 
 
 def _with_memory(costs: Sequence[Cost], workload: Workload, plan: SettledPlan, layout: Layout) -> list[Cost]:
