@@ -19,9 +19,9 @@ from shoal.plan import SettledPlan
 from shoal.plan.schedules import FOUND, CommonOrder, common_order_of, made_order
 from shoal.simulate.engine import Play, play_passes, play_steps
 from shoal.simulate.programs import (
-    alike_programs,
     links_of,
     rank_programs,
+    stage_programs,
     undisturbed_times,
 )
 from shoal.simulate.simulation import simulate
@@ -52,7 +52,7 @@ def played_passes(costs: Costs, plan: SettledPlan, count: int) -> float:
 
     Any sharding takes longer. The arguments are those of `played_seconds`, with the number of micro-batches.
     """
-    stages = alike_programs(plan, costs, count, exchanges=False)
+    stages = stage_programs(plan, costs, count, exchanges=False)
     return _played(plan, count, 0.0, partial(_play_passes, costs, plan, stages)).seconds
 
 
@@ -104,7 +104,7 @@ def _played_step(alike: Alike[Costs]) -> _Played:
     """Play a step of ranks that are alike."""
     costs, plan, batch, *_ = alike
     count = plan.microbatches_of(batch)
-    stages = alike_programs(plan, costs, count)
+    stages = stage_programs(plan, costs, count)
     return _played(plan, count, straggler_share(plan, costs.cluster), partial(_play, costs, plan, stages))
 
 
@@ -132,7 +132,7 @@ def _played(
 
 def _updates(costs: Costs, plan: SettledPlan, batch: int) -> list[float]:
     count = plan.microbatches_of(batch)
-    stages = alike_programs(plan, costs, count)
+    stages = stage_programs(plan, costs, count)
     placement = plan.placement if plan.pp > 1 else (0,)
     held = [Parameters()] * plan.pp
     for stage, place in zip(stages, placement, strict=True):
@@ -153,7 +153,7 @@ def _play(
 ) -> tuple[CommonOrder, Play]:
     """Play a step of so many micro-batches."""
     order = _order(costs, plan, stages, count)
-    programs = rank_programs(plan, costs, order.schedule, stages, is_named=False)
+    programs = rank_programs(plan, costs, order.schedule, stages)
     links, late = links_of(plan, costs, order.pairs), straggler_share(plan, costs.cluster)
     return order, play_steps(order, programs, links, lateness=late)
 

@@ -203,7 +203,7 @@ class _Course:
         times = undisturbed_times(stages, costs.sends(plan))
         schedule = plan.schedule_for(count, times) if plan.pp > 1 else make("1f1b", 1, 1, count)
         order = common_order_of(schedule)
-        programs = rank_programs(plan, costs, schedule, stages, rank=rank)
+        programs = rank_programs(plan, costs, schedule, stages, rank)
         return cls(rank, number, order, times, programs, links_of(plan, costs, order.pairs))
 
     def play(self, lateness: float, steps: int = 1, journal: Journal | None = None) -> Play:

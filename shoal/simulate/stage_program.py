@@ -33,7 +33,7 @@ class StageProgram:
     Args:
         plan: The Plan that is played, with a fixed micro-batch.
         costs: Costs of the Plan's workload on its cluster.
-        stage: Number of the stage.
+        stage: A number that no other stage of its rank has.
         blocks: Blocks of the stage, in order.
         members: The groups of the rank that holds the stage.
         is_named: Whether each communication needs a name, for a Timeline.

@@ -11,7 +11,7 @@ from shoal.cost.time import straggler_share
 from shoal.plan.schedules import FOUND, NAMES, Times, common_order_of, make, search
 from shoal.simulate.engine import play_passes, play_steps
 from shoal.simulate.journal import Journal
-from shoal.simulate.programs import alike_programs, links_of, rank_programs
+from shoal.simulate.programs import links_of, rank_programs, stage_programs
 from shoal.workload import ModelShape, workload_of
 
 MODEL = workload_of(ModelShape(layers=16, hidden=2048, ffn=8192, heads=16, vocab=32000, seq=2048, tied=True))
@@ -42,7 +42,7 @@ def test_steps_are_played_equally_with_a_journal_and_without(schedule):
         cluster = random_cluster(chance, 8)
         plan, table = drawn(chance, schedule)
         costs, order = Costs(MODEL, cluster), common_order_of(table)
-        stages = alike_programs(plan, costs, table.microbatches)
+        stages = stage_programs(plan, costs, table.microbatches)
         programs = rank_programs(plan, costs, table, stages)
         links, lateness = links_of(plan, costs, order.pairs), straggler_share(plan, cluster)
         play, noted = (
@@ -63,7 +63,7 @@ def test_passes_alone_take_as_long_as_ranks_that_exchange_nothing(schedule):
         cluster = random_cluster(chance, 8)
         plan, table = drawn(chance, schedule)
         costs = Costs(MODEL, cluster)
-        stages = alike_programs(plan, costs, table.microbatches, exchanges=False)
+        stages = stage_programs(plan, costs, table.microbatches, exchanges=False)
         programs = [
             replace(each, finish=(), norm=None, merge=None, update=0.0)
             for each in rank_programs(plan, costs, table, stages)

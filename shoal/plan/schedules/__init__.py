@@ -12,7 +12,7 @@ from shoal.plan.schedules.found import FOUND
 from shoal.plan.schedules.in_order import UNKNOWN, Message, play_in_order
 from shoal.plan.schedules.kind import Held, Kind
 from shoal.plan.schedules.kinds import KINDS, NAMES, kind_of, make, require_numbers
-from shoal.plan.schedules.play import Played, Times, numbered, play, played_numbers
+from shoal.plan.schedules.play import Played, Times, play
 from shoal.plan.schedules.schedule import Schedule, looped, v_shaped
 from shoal.plan.schedules.search import search
 from shoal.plan.schedules.sound import require_no_deadlock, require_sound
@@ -43,10 +43,8 @@ __all__ = [
     "looped",
     "made_order",
     "make",
-    "numbered",
     "play",
     "play_in_order",
-    "played_numbers",
     "require_no_deadlock",
     "require_numbers",
     "require_sound",

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from shoal.plan.schedules.action import Work
 from shoal.plan.schedules.kinds import make
 from shoal.plan.schedules.play import Times, numbered, play
+from shoal.plan.schedules.precedence import awaited_actions
 from shoal.plan.schedules.schedule import Schedule
 
 __all__ = ["NO_MESSAGE", "CommonOrder", "Entry", "Sent", "Slot", "common_order_of", "made_order"]
@@ -125,7 +126,7 @@ class _Making:
         rows, slots, latest, since = self._rows, self._slots, self._latest, self._since
         coming, entries = self._coming, self.entries
         count = self._schedule.microbatches
-        awaited, receivers = _awaited(self._schedule), _receivers(self._schedule)
+        awaited, receivers = awaited_actions(self._schedule.stages, count), _receivers(self._schedule)
         takes_two = [slot.work is Work.BACKWARD for slot in self.slots]
         done = bytearray(len(awaited))
         positions, lengths = [0] * len(rows), [len(row) for row in rows]
@@ -177,18 +178,6 @@ class _Making:
         since[place].append(receiver)
         if not is_early:
             since[receiver].append(place)
-
-
-def _awaited(schedule: Schedule) -> list[int]:
-    """Return, by action, the number of the one that it waits for; below 0 for none."""
-    count = schedule.microbatches
-    size = schedule.stages * count
-    return [
-        *range(-count, size - count),
-        *range(size + count, 2 * size),
-        *range(size - count, size),
-        *range(size, 2 * size),
-    ]
 
 
 def _receivers(schedule: Schedule) -> list[int]:
