@@ -28,7 +28,7 @@ from shoal.simulate.journal import Journal
 from shoal.simulate.passage import Passage
 from shoal.simulate.rank import BUBBLE, Link, Notes, Rank, RankProgram
 
-__all__ = ["BUBBLE", "Actions", "Link", "Play", "RankProgram", "play_passes", "play_steps"]
+__all__ = ["BUBBLE", "Actions", "Link", "Play", "RankProgram", "play_steps"]
 
 Actions = list[list[tuple[float, float]]]
 """By place, the start and stop of each action of a step."""
@@ -41,7 +41,7 @@ class Play(NamedTuple):
         end: When the last step ends.
         starts: By place, the start of each action of the last step.
         actions: Times of the actions of each step; none without a Journal.
-        ranks: The ranks, by place; none if only passes were played.
+        ranks: The ranks, by place; none if only passes were played (`played_passes`).
     """
 
     end: float
@@ -101,19 +101,3 @@ def play_steps(
         if notes is not None:
             actions.append(notes.actions)
     return Play(max(rank.now for rank in ranks), played.starts, actions, ranks)
-
-
-def play_passes(
-    order: CommonOrder, slots: Sequence[float], links: Sequence[float], *, lateness: float
-) -> Play:
-    """Play forwards and backwards beside which nothing travels, up to the wait for the slowest rank.
-
-    Args:
-        order: The actions and messages.
-        slots: Seconds of an action, by number of its slot.
-        links: Seconds of a message, by number of its link.
-        lateness: As that of `play_steps`.
-    """
-    played = play_in_order(order, slots, links)
-    last = max(played.stops)
-    return Play(last + lateness * last, played.starts)

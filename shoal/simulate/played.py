@@ -16,13 +16,13 @@ from functools import partial
 from shoal.cost import Alike, Costs
 from shoal.cost.time import straggler_share
 from shoal.plan import SettledPlan
-from shoal.plan.schedules import FOUND, CommonOrder, common_order_of, made_order
-from shoal.simulate.engine import Play, play_passes, play_steps
+from shoal.plan.schedules import FOUND, CommonOrder, play_in_order
+from shoal.simulate.engine import Play, play_steps
 from shoal.simulate.programs import (
     links_of,
+    order_of,
     rank_programs,
     stage_programs,
-    undisturbed_times,
 )
 from shoal.simulate.simulation import simulate
 from shoal.simulate.stage_program import StageProgram
@@ -152,7 +152,7 @@ def _play(
     costs: Costs, plan: SettledPlan, stages: Sequence[StageProgram], count: int
 ) -> tuple[CommonOrder, Play]:
     """Play a step of so many micro-batches."""
-    order = _order(costs, plan, stages, count)
+    order = order_of(plan, costs, stages, count)
     programs = rank_programs(plan, costs, order.schedule, stages)
     links, late = links_of(plan, costs, order.pairs), straggler_share(plan, costs.cluster)
     return order, play_steps(order, programs, links, lateness=late)
@@ -162,14 +162,16 @@ def _play_passes(
     costs: Costs, plan: SettledPlan, stages: Sequence[StageProgram], count: int
 ) -> tuple[CommonOrder, Play]:
     """Play forwards and backwards without any exchange, up to the wait for the slowest rank."""
-    order = _order(costs, plan, stages, count)
+    order = order_of(plan, costs, stages, count)
     passages = [
         stages[stage].passage(work, is_first=is_first, is_last=is_last)
         for work, stage, is_first, is_last in order.slots
     ]
     links, late = links_of(plan, costs, order.pairs), straggler_share(plan, costs.cluster)
     seconds = [links[pair].seconds for pair in order.pairs]
-    return order, play_passes(order, [each.seconds for each in passages], seconds, lateness=late)
+    played = play_in_order(order, [each.seconds for each in passages], seconds)
+    last = max(played.stops)
+    return order, Play(last + late * last, played.starts)
 
 
 def _repeats(order: CommonOrder, play: Play) -> float | None:
@@ -183,12 +185,3 @@ def _repeats(order: CommonOrder, play: Play) -> float | None:
     ]
     least, most = min(later, default=math.inf), max(later, default=-math.inf)
     return most if most - least <= _EQUAL * play.end else None
-
-
-def _order(costs: Costs, plan: SettledPlan, stages: Sequence[StageProgram], count: int) -> CommonOrder:
-    if plan.pp == 1:
-        return made_order("1f1b", 1, 1, count)
-    if plan.schedule != FOUND:
-        return made_order(plan.schedule, plan.pp, plan.stages // plan.pp, count)
-    times = undisturbed_times(stages, costs.sends(plan))
-    return common_order_of(plan.schedule_for(count, times))

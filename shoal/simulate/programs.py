@@ -10,7 +10,7 @@ from shoal.cost.collectives import collective_seconds, message_bytes
 from shoal.cost.time import parameters_on_rank
 from shoal.plan import SettledPlan
 from shoal.plan.groups import Group, Groups
-from shoal.plan.schedules import Schedule, Times, Work
+from shoal.plan.schedules import FOUND, CommonOrder, Schedule, Times, Work, common_order_of, made_order
 from shoal.simulate.engine import Link, RankProgram
 from shoal.simulate.passage import Collective
 from shoal.simulate.stage_program import StageProgram
@@ -22,6 +22,7 @@ __all__ = [
     "finish_of",
     "links_of",
     "norm_of",
+    "order_of",
     "rank_programs",
     "stage_programs",
     "undisturbed_times",
@@ -50,6 +51,15 @@ def stage_programs(
         found.append(made(costs.at(plan, place), turns[place], tuple(blocks), members[place]))
         turns[place] += 1
     return found
+
+
+def order_of(plan: SettledPlan, costs: Costs, stages: Sequence[StageProgram], count: int) -> CommonOrder:
+    """Return the order of a step's actions and messages; the arguments are those of `stage_programs`."""
+    if plan.pp == 1:
+        return made_order("1f1b", 1, 1, count)
+    if plan.schedule != FOUND:
+        return made_order(plan.schedule, plan.pp, plan.stages // plan.pp, count)
+    return common_order_of(plan.schedule_for(count, undisturbed_times(stages, costs.sends(plan))))
 
 
 def undisturbed_times(stages: Sequence[StageProgram], transfers: Iterable[float]) -> Times:

@@ -14,13 +14,14 @@ from shoal.cluster import Cluster, peak_of_all
 from shoal.cost import Alike, Costs, settle_split
 from shoal.cost.time import crowded_seconds, straggler_share
 from shoal.plan import Groups, Plan, SettledPlan
-from shoal.plan.schedules import CommonOrder, Played, Times, common_order_of, make
+from shoal.plan.schedules import CommonOrder, Played, Times
 from shoal.simulate.account import Account, account_of
 from shoal.simulate.bubble import bubble_spans
 from shoal.simulate.engine import Link, Play, RankProgram, play_steps
 from shoal.simulate.journal import Journal
 from shoal.simulate.programs import (
     links_of,
+    order_of,
     rank_programs,
     stage_programs,
     undisturbed_times,
@@ -200,10 +201,8 @@ class _Course:
         costs, plan, batch, first, number = alike
         rank, count = Groups.of(plan).dp.ranks(0)[first], plan.microbatches_of(batch)
         stages = stage_programs(plan, costs, count, rank)
-        times = undisturbed_times(stages, costs.sends(plan))
-        schedule = plan.schedule_for(count, times) if plan.pp > 1 else make("1f1b", 1, 1, count)
-        order = common_order_of(schedule)
-        programs = rank_programs(plan, costs, schedule, stages, rank)
+        times, order = undisturbed_times(stages, costs.sends(plan)), order_of(plan, costs, stages, count)
+        programs = rank_programs(plan, costs, order.schedule, stages, rank)
         return cls(rank, number, order, times, programs, links_of(plan, costs, order.pairs))
 
     def play(self, lateness: float, steps: int = 1, journal: Journal | None = None) -> Play:
