@@ -16,7 +16,6 @@ from shoal.cost.memory.activation_peaks import activation_peaks
 from shoal.cost.memory.activations import block_memory
 from shoal.cost.memory.memory import Memories
 from shoal.cost.memory.states import frozen_bytes, state_bytes
-from shoal.cost.time.split import pieces_by_stage
 from shoal.cost.time.step import Costs
 from shoal.errors import PlanError
 from shoal.plan import SettledPlan
@@ -50,14 +49,13 @@ def settle_split(
     costs = Costs(workload, cluster)
     memories = Memories(workload, cluster, costs)
     count, layout = plan.microbatches_of(batch), memories.layout(plan)
-    pieces, paces = costs.piece_costs(layout), costs.paces(plan)
-    stages = pieces_by_stage(workload, plan, count, lambda: pieces, lambda: paces)
-    best = plan.replace(split=split_text([len(stage) for stage in stages]))
+    best = plan.replace(split=split_text([len(stage) for stage in costs.ranges(plan, count)]))
     memory = cluster.device.memory if limit is None else limit
     least = memories.fullest(best, batch).required - memory
     if least <= 0:
         return best
-    pieces = _with_memory(pieces, workload, plan, layout)
+    pieces = _with_memory(costs.piece_costs(layout), workload, plan, layout)
+    paces = costs.paces(plan)
     factors = [paces[place] for place in plan.placement] if paces else None
     held, beyond = _held(plan, count), (0.0, 0.0, 0.0)
     for attempt in range(_TRIES):
