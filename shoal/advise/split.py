@@ -14,7 +14,7 @@ from statistics import median
 from shoal.advise.advice import LEAST_GAIN, Advice
 from shoal.errors import PlanError
 from shoal.plan import SettledPlan
-from shoal.plan.stages import Cost, split_by_cost
+from shoal.plan.stages import Cost, split_by_cost, split_text
 from shoal.planner import changed
 from shoal.simulate import StageTimes
 from shoal.timeline import Breakdown
@@ -55,7 +55,7 @@ def split_advice(
     then[-1] += end
     saved = (count + plan.pp - 1) * (max(seconds) - max(then))
     wall = breakdown.parts.wall
-    found = changed(plan, batch, split="-".join(map(str, better)))
+    found = changed(plan, batch, split=split_text(pieces))
     if found is None or saved < LEAST_GAIN * wall:
         return None
     return Advice(

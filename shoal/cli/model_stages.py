@@ -6,12 +6,13 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, final
 
 from shoal.errors import PlanError
 from shoal.plan import Plan
 from shoal.plan.schedules import FOUND, Schedule, Times, kind_of
-from shoal.plan.stages import Cost, ranges_of, split_by_cost, split_by_count, times_of
+from shoal.plan.stages import Cost, ranges_of, split_by_cost, split_by_count, split_text, times_of
 from shoal.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -63,12 +64,15 @@ def add_model(parser: argparse.ArgumentParser) -> None:
         "--device",
         choices=("auto", "cpu", "cuda"),
         default="auto",
-        help="device to measure on (default auto)",
+        help="device that trains, for its costs (default auto)",
     )
 
 
-_Weigh = Callable[[Sequence[Cost], Plan, int], list[Cost]]
-"""Function that adds to costs the memory of pieces, under a Plan with so many micro-batches."""
+_Cut = Callable[[Plan, int], tuple[int, ...]]
+"""Function that returns the number of pieces of each stage, under a Plan with so many micro-batches."""
+
+_Weigh = Callable[[Plan, int], list[Cost]]
+"""Function that returns the costs with the memory of pieces, under a Plan with so many micro-batches."""
 
 
 @final
@@ -82,6 +86,7 @@ class ModelStages:
         transfer: Time from rank to rank, in that unit.
         activations: Function from the stages on a rank to the most activations of a found schedule.
         limit: Bytes that a rank may hold; None: any number.
+        cut: See `_Cut`.
         weigh: See `_Weigh`.
     """
 
@@ -94,6 +99,7 @@ class ModelStages:
         transfer: float,
         activations: Callable[[int], int | None],
         limit: int | None,
+        cut: _Cut,
         weigh: _Weigh,
     ) -> None:
         self.unit = unit
@@ -102,8 +108,8 @@ class ModelStages:
         self._computed = computed
         self._transfer = transfer
         self._activations = activations
+        self._split = cache(cut)
         self._weigh = weigh
-        self._splits: dict[tuple[Plan, int], tuple[int, ...]] = {}
 
     def found(self, ranks: int, virtual: int, microbatches: int) -> Schedule:
         """Return the schedule that a Plan with `schedule=search` trains with.
@@ -141,7 +147,7 @@ class ModelStages:
 
     def memory(self, schedule: Schedule) -> list[float]:
         """Return the bytes of each stage when its rank holds the most activations."""
-        costs = self._weigh(self._costs, self._plan_of(schedule), schedule.microbatches)
+        costs = self._weigh(self._plan_of(schedule), schedule.microbatches)
         return [
             sum(cost.memory + held * cost.activations for cost in costs[pieces.start : pieces.stop])
             for held, pieces in zip(schedule.held_by_stage, ranges_of(self.split(schedule)), strict=True)
@@ -149,10 +155,7 @@ class ModelStages:
 
     def plan(self, schedule: Schedule) -> Plan:
         """Return the Plan that runs the schedule with the split by cost."""
-        blocks = list(self.split(schedule))
-        blocks[0] -= 1  # the embedding
-        blocks[-1] -= 1  # the end
-        return self._plan_of(schedule).replace(split="-".join(map(str, blocks)))
+        return self._plan_of(schedule).replace(split=split_text(self.split(schedule)))
 
     def _plan_of(self, schedule: Schedule) -> Plan:
         return self._plan(schedule.name, schedule.ranks, schedule.virtual)
@@ -165,22 +168,12 @@ class ModelStages:
             activations=self._activations(virtual) if name == FOUND else None,
         )
 
-    def _split(self, plan: Plan, microbatches: int) -> tuple[int, ...]:
-        if (plan, microbatches) not in self._splits:
-            costs, held = self._costs, None
-            if self.limit is not None:
-                costs = self._weigh(costs, plan, microbatches)
-                held = plan.schedule_for(microbatches).held_by_stage
-            self._splits[plan, microbatches] = split_by_cost(
-                costs, plan.stages, plan.placement, self.limit, microbatches, held
-            )
-        return self._splits[plan, microbatches]
-
 
 def open_model(args: argparse.Namespace, activations: Callable[[int], int | None]) -> ModelStages:
     """Return the model that the arguments name, with its costs measured in seconds, or computed.
 
-    Computed costs are in the unit of `--times`: the mean forward of a rank is 1.
+    Computed costs are those by which training splits the model on such devices, in the unit of `--times`: the
+    mean forward of a rank is 1.
 
     Args:
         args: Arguments of the command.
@@ -191,10 +184,13 @@ def open_model(args: argparse.Namespace, activations: Callable[[int], int | None
     """
     # Imported here because they bring torch, which schedules without a model do without.
     from shoal.check import Trial
+    from shoal.launch import choose_device
     from shoal.parallel import Batch
     from shoal.parallel.pipeline.piece_memory import with_memory
+    from shoal.parallel.pipeline.pieces import Room, cut_pieces
     from shoal.parallel.pipeline.stage_costs import computed_costs
     from shoal.parallel.pipeline.stage_layout import stages_of
+    from shoal.parallel.pipeline.stage_split import costs_on_device, device_name, settled_on_device
     from shoal.train import load_config
 
     sys.path.insert(0, os.getcwd())  # for a model of the user's own, `file:function`
@@ -210,16 +206,32 @@ def open_model(args: argparse.Namespace, activations: Callable[[int], int | None
     model = trial.build("cpu" if ":" in args.model else "meta")
     layout = stages_of(model)
     computed = computed_costs(model, layout)
+    device = device_name(choose_device(args.device, 0))
 
-    def weigh(costs: Sequence[Cost], plan: Plan, microbatches: int) -> list[Cost]:
-        batch = Batch(args.microbatch * microbatches, args.sequence)
-        return with_memory(costs, model, layout, plan.replace(**settings), batch)
+    def batch_of(microbatches: int) -> Batch:
+        return Batch(args.microbatch * microbatches, args.sequence)
+
+    def weigh(plan: Plan, microbatches: int) -> list[Cost]:
+        return with_memory(costs, model, layout, plan.replace(**settings), batch_of(microbatches))
+
+    def cut_as_trained(plan: Plan, microbatches: int) -> tuple[int, ...]:
+        batch = batch_of(microbatches)
+        settled = settled_on_device(model, plan.replace(**settings), batch, device, limit)
+        room = None if limit is None else Room(limit, batch, {})
+        return tuple(map(len, cut_pieces(model, settled, layout, room).ranges))
+
+    def cut_as_measured(plan: Plan, microbatches: int) -> tuple[int, ...]:
+        weighed, held = costs, None
+        if limit is not None:
+            weighed, held = weigh(plan, microbatches), plan.schedule_for(microbatches).held_by_stage
+        return split_by_cost(weighed, plan.stages, plan.placement, limit, microbatches, held)
 
     if args.measure:
         costs, unit = _measured(trial, args.device, args.recompute), "seconds"
     else:
-        mean = sum(cost.forward for cost in computed) / max(args.pp, 1) or 1.0
-        costs = [Cost(cost.forward / mean, cost.backward / mean) for cost in computed]
+        known = costs_on_device(model, Plan(pp=args.pp, **settings), batch_of(1), device) or computed
+        mean = sum(cost.forward for cost in known) / max(args.pp, 1) or 1.0
+        costs = [Cost(cost.forward / mean, cost.backward / mean) for cost in known]
         unit = "a rank's mean forward"
     return ModelStages(
         costs,
@@ -228,6 +240,7 @@ def open_model(args: argparse.Namespace, activations: Callable[[int], int | None
         transfer=args.transfer,
         activations=activations,
         limit=limit,
+        cut=cut_as_measured if args.measure else cut_as_trained,
         weigh=weigh,
     )
 

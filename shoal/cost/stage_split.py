@@ -16,11 +16,10 @@ from shoal.cost.memory.activation_peaks import activation_peaks
 from shoal.cost.memory.activations import block_memory
 from shoal.cost.memory.memory import Memories
 from shoal.cost.memory.states import frozen_bytes, state_bytes
-from shoal.cost.time.split import pieces_by_stage
 from shoal.cost.time.step import Costs
 from shoal.errors import PlanError
 from shoal.plan import SettledPlan
-from shoal.plan.stages import Cost, ranges_of, split_by_cost
+from shoal.plan.stages import Cost, ranges_of, split_by_cost, split_text
 from shoal.workload import Workload
 
 __all__ = ["settle_split"]
@@ -50,14 +49,13 @@ def settle_split(
     costs = Costs(workload, cluster)
     memories = Memories(workload, cluster, costs)
     count, layout = plan.microbatches_of(batch), memories.layout(plan)
-    pieces, paces = costs.piece_costs(layout), costs.paces(plan)
-    stages = pieces_by_stage(workload, plan, count, lambda: pieces, lambda: paces)
-    best = _with_counts(plan, [len(stage) for stage in stages])
+    best = plan.replace(split=split_text([len(stage) for stage in costs.ranges(plan, count)]))
     memory = cluster.device.memory if limit is None else limit
     least = memories.fullest(best, batch).required - memory
     if least <= 0:
         return best
-    pieces = _with_memory(pieces, workload, plan, layout)
+    pieces = _with_memory(costs.piece_costs(layout), workload, plan, layout)
+    paces = costs.paces(plan)
     factors = [paces[place] for place in plan.placement] if paces else None
     held, beyond = _held(plan, count), (0.0, 0.0, 0.0)
     for attempt in range(_TRIES):
@@ -69,7 +67,7 @@ def settle_split(
             if limit is not None and attempt == 0:
                 raise
             break
-        found = _with_counts(plan, counts)
+        found = plan.replace(split=split_text(counts))
         excess = memories.fullest(found, batch).required - memory
         if excess < least:
             best, least = found, excess
@@ -106,14 +104,6 @@ def _beyond(
     middle = max([each for place, each in enumerate(needed) if place not in (first, last)], default=0.0)
     middle = middle or min(needed)
     return needed[first] - middle, middle, needed[last] - middle if last != first else 0.0
-
-
-def _with_counts(plan: SettledPlan, pieces: Sequence[int]) -> SettledPlan:
-    """Return the Plan with so many pieces in each stage, of which the embedding and the end are no blocks."""
-    blocks = list(pieces)
-    blocks[0] -= 1
-    blocks[-1] -= 1
-    return plan.replace(split="-".join(map(str, blocks)))
 
 
 def _with_memory(costs: Sequence[Cost], workload: Workload, plan: SettledPlan, layout: Layout) -> list[Cost]:

@@ -44,7 +44,7 @@ from shoal.parallel.pipeline.piece_memory import Batch
 from shoal.parallel.pipeline.pieces import Pieces, Room, cut_pieces
 from shoal.parallel.pipeline.runtime import Pipeline, StageEntry, StageHere
 from shoal.parallel.pipeline.stage_layout import StageLayout
-from shoal.parallel.pipeline.stage_split import CORES, settled_on_device
+from shoal.parallel.pipeline.stage_split import device_name, settled_on_device
 from shoal.parallel.pipeline.stages import take_stages
 from shoal.parallel.place import place
 from shoal.parallel.precision import cast_inputs, kept_in_fp32
@@ -267,7 +267,7 @@ def _cut(
     first = next(model.parameters()).device
     limit = memory_of_a_rank(model, device if first.type == "meta" else first)
     if stages is None:
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else CORES
+        name = device_name(device)
         name = all_gather_value(name)[0] if dist.is_initialized() else name
         plan = settled_on_device(model, plan, batch, name, limit)
     room = None

@@ -23,7 +23,7 @@ from shoal.plan.stage_load import Amounts, Load
 from shoal.plan.stage_search import search_split
 from shoal.units import format_bytes
 
-__all__ = ["Cost", "parse_split", "ranges_of", "split_by_cost", "split_by_count", "times_of"]
+__all__ = ["Cost", "parse_split", "ranges_of", "split_by_cost", "split_by_count", "split_text", "times_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ def parse_split(text: str, layers: int) -> tuple[int, ...]:
         PlanError: The text is not a split of this number of blocks.
     """
     stages = max(min(text.count("-") + 1, layers), 1)
-    even = "-".join(map(str, _blocks_of(split_by_count(layers, stages)))) if layers else "0"
+    even = split_text(split_by_count(layers, stages)) if layers else "0"
     try:
         blocks = [int(number) for number in text.split("-")]
     except ValueError:
@@ -165,6 +165,14 @@ def parse_split(text: str, layers: int) -> tuple[int, ...]:
             change=f"write, for example, {even}",
         )
     return _with_ends(blocks)
+
+
+def split_text(split: Sequence[int]) -> str:
+    """Return a split as a Plan writes it: the number of blocks of each stage, without embedding and end."""
+    blocks = list(split)
+    blocks[0] -= 1
+    blocks[-1] -= 1
+    return "-".join(map(str, blocks))
 
 
 def ranges_of(split: Sequence[int]) -> tuple[range, ...]:
@@ -192,13 +200,6 @@ def _with_ends(blocks: Sequence[int]) -> tuple[int, ...]:
     pieces[0] += 1
     pieces[-1] += 1
     return tuple(pieces)
-
-
-def _blocks_of(split: Sequence[int]) -> list[int]:
-    blocks = list(split)
-    blocks[0] -= 1
-    blocks[-1] -= 1
-    return blocks
 
 
 def _require_stages(layers: int, stages: int) -> None:

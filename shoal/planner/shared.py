@@ -14,7 +14,7 @@ from shoal.planner.balance import balanced_split
 from shoal.planner.bucket import usual_bucket
 from shoal.planner.memory_bound import LeastMemory, Share
 from shoal.planner.sharding_bound import LeastStep, Shardings
-from shoal.planner.space import Degrees, HybridSharding, Space, Variant
+from shoal.planner.space import HybridSharding, Space, Variant
 from shoal.planner.stage_bound import Stages, stages_of
 from shoal.planner.work import Works
 from shoal.simulate import played_passes, played_seconds
@@ -67,7 +67,7 @@ class Shared:
         )
         self._least_step = LeastStep(self.space, self.costs, self.least_memory)
         self.shardings = cache(partial(Shardings, self._least_step))
-        self._buckets: dict[tuple[Degrees, HybridSharding], int] = {}
+        self._bucket = ByFields(partial(usual_bucket, cluster))
         self.fullest = cache(partial(self.memories.fullest, batch=batch))
         self._played: dict[SettledPlan, float] = {}
         self._known: dict[SettledPlan, float] = {}
@@ -142,10 +142,7 @@ class Shared:
         """Return the Plan with these layers in its stages; buckets that are not given suit the links."""
         text = "cost" if len(split) == 1 else _split_text(tuple(split))
         if bucket is None:
-            key = variant.degrees, sharding
-            bucket = self._buckets.get(key)
-            if bucket is None:
-                bucket = self._buckets[key] = usual_bucket(self.space.cluster, variant.plan(sharding))
+            bucket = self._bucket(variant.plan(sharding))
         return variant.plan(sharding, text, bucket, self.space.offload_under(sharding.kind))
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from shoal.simulate.journal import Journal, Waited
+from shoal.simulate.passage import Passage
 from shoal.timeline import Breakdown, CollectiveFigures, Kind, Parts, Purpose, RankBreakdown, Span
 from shoal.timeline.parts import mean, mean_by_operation
 
@@ -176,17 +177,19 @@ def _ranks_of(journal: Journal) -> dict[int, _Rank]:
 
 def _add_passages(journal: Journal, ranks: dict[int, _Rank]) -> None:
     """Add the waits within forwards and backwards; there are few kinds of passages, and many of each kind."""
-    passages = {id(each.passage): each.passage for each in journal.passages}
-    moments = {key: tuple(passage.exposed_moments()) for key, passage in passages.items()}
-    times: Counter[tuple[int, int, int]] = Counter()
+    passages = dict.fromkeys(each.passage for each in journal.passages)
+    moments = {passage: tuple(passage.exposed_moments()) for passage in passages}
+    times: Counter[tuple[int, int, Passage]] = Counter()
     for each in journal.passages:
-        rank, key = ranks[each.rank], id(each.passage)
+        rank = ranks[each.rank]
         index = rank.index_at(each.start)
-        rank.steps[index].moments += [(each.start + begin, each.start + end) for begin, end in moments[key]]
-        times[each.rank, index, key] += 1
-    for (number, index, key), count in times.items():
+        rank.steps[index].moments += [
+            (each.start + begin, each.start + end) for begin, end in moments[each.passage]
+        ]
+        times[each.rank, index, each.passage] += 1
+    for (number, index, passage), count in times.items():
         step = ranks[number].steps[index]
-        for collective in passages[key].exposed:
+        for collective in passage.exposed:
             seconds, late = count * collective.seconds, count * collective.late
             figures = step.figures(collective.name)
             figures.add(count, count * collective.bytes, seconds, seconds - late)

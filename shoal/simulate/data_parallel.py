@@ -46,7 +46,7 @@ class DataParallel:
     Args:
         plan: The Plan that is played.
         costs: Costs of the Plan's workload on its cluster.
-        stage: Number of the stage; handles of different stages differ by it.
+        stage: A number that no other stage of its rank has; handles of different stages differ by it.
         blocks: Blocks of the stage, in order.
         members: The groups of the rank that is played.
         is_named: Whether each of several equal buckets of a block has a span of its own; they take as long

@@ -73,9 +73,9 @@ class Wait:
 Piece = float | Exposed | Start | Wait
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Passage:
-    """A forward, a backward or one half of a backward of a stage for one micro-batch.
+    """A forward, a backward or one half of a backward of a stage for one micro-batch; equal to itself alone.
 
     Attributes:
         pieces: The pieces, in order.

@@ -16,14 +16,13 @@ from functools import partial
 from shoal.cost import Alike, Costs
 from shoal.cost.time import straggler_share
 from shoal.plan import SettledPlan
-from shoal.plan.schedules import FOUND
-from shoal.simulate.common_order import CommonOrder, common_order_of, made_order
-from shoal.simulate.in_order import PlayInOrder, passes_in_order, play_in_order
+from shoal.plan.schedules import FOUND, CommonOrder, play_in_order
+from shoal.simulate.engine import Play, play_steps
 from shoal.simulate.programs import (
-    alike_programs,
     links_of,
+    order_of,
     rank_programs,
-    undisturbed_times,
+    stage_programs,
 )
 from shoal.simulate.simulation import simulate
 from shoal.simulate.stage_program import StageProgram
@@ -53,7 +52,7 @@ def played_passes(costs: Costs, plan: SettledPlan, count: int) -> float:
 
     Any sharding takes longer. The arguments are those of `played_seconds`, with the number of micro-batches.
     """
-    stages = alike_programs(plan, costs, count, exchanges=False)
+    stages = stage_programs(plan, costs, count, exchanges=False)
     return _played(plan, count, 0.0, partial(_play_passes, costs, plan, stages)).seconds
 
 
@@ -84,9 +83,9 @@ class _Played:
     """
 
     seconds: float
-    play: PlayInOrder
+    play: Play
     rounds: int
-    longer: Callable[[], tuple[CommonOrder, PlayInOrder]]
+    longer: Callable[[], tuple[CommonOrder, Play]]
 
     def waits(self) -> list[dict[str, float]]:
         """Return the waits of the whole step by place."""
@@ -105,12 +104,12 @@ def _played_step(alike: Alike[Costs]) -> _Played:
     """Play a step of ranks that are alike."""
     costs, plan, batch, *_ = alike
     count = plan.microbatches_of(batch)
-    stages = alike_programs(plan, costs, count)
+    stages = stage_programs(plan, costs, count)
     return _played(plan, count, straggler_share(plan, costs.cluster), partial(_play, costs, plan, stages))
 
 
 def _played(
-    plan: SettledPlan, count: int, late: float, play: Callable[[int], tuple[CommonOrder, PlayInOrder]]
+    plan: SettledPlan, count: int, late: float, play: Callable[[int], tuple[CommonOrder, Play]]
 ) -> _Played:
     """Play the shortest table whose middle repeats.
 
@@ -133,7 +132,7 @@ def _played(
 
 def _updates(costs: Costs, plan: SettledPlan, batch: int) -> list[float]:
     count = plan.microbatches_of(batch)
-    stages = alike_programs(plan, costs, count)
+    stages = stage_programs(plan, costs, count)
     placement = plan.placement if plan.pp > 1 else (0,)
     held = [Parameters()] * plan.pp
     for stage, place in zip(stages, placement, strict=True):
@@ -151,29 +150,31 @@ def _short(plan: SettledPlan, count: int) -> Iterator[int]:
 
 def _play(
     costs: Costs, plan: SettledPlan, stages: Sequence[StageProgram], count: int
-) -> tuple[CommonOrder, PlayInOrder]:
+) -> tuple[CommonOrder, Play]:
     """Play a step of so many micro-batches."""
-    order = _order(costs, plan, stages, count)
-    programs = rank_programs(plan, costs, order.schedule, stages, is_named=False)
+    order = order_of(plan, costs, stages, count)
+    programs = rank_programs(plan, costs, order.schedule, stages)
     links, late = links_of(plan, costs, order.pairs), straggler_share(plan, costs.cluster)
-    return order, play_in_order(order, programs, links, lateness=late)
+    return order, play_steps(order, programs, links, lateness=late)
 
 
 def _play_passes(
     costs: Costs, plan: SettledPlan, stages: Sequence[StageProgram], count: int
-) -> tuple[CommonOrder, PlayInOrder]:
+) -> tuple[CommonOrder, Play]:
     """Play forwards and backwards without any exchange, up to the wait for the slowest rank."""
-    order = _order(costs, plan, stages, count)
+    order = order_of(plan, costs, stages, count)
     passages = [
         stages[stage].passage(work, is_first=is_first, is_last=is_last)
         for work, stage, is_first, is_last in order.slots
     ]
     links, late = links_of(plan, costs, order.pairs), straggler_share(plan, costs.cluster)
     seconds = [links[pair].seconds for pair in order.pairs]
-    return order, passes_in_order(order, [each.seconds for each in passages], seconds, lateness=late)
+    played = play_in_order(order, [each.seconds for each in passages], seconds)
+    last = max(played.stops)
+    return order, Play(last + late * last, played.starts)
 
 
-def _repeats(order: CommonOrder, play: PlayInOrder) -> float | None:
+def _repeats(order: CommonOrder, play: Play) -> float | None:
     """Return the seconds of a round of as many micro-batches as ranks; None if the middle does not repeat."""
     if order.rounds is None:
         return None
@@ -184,12 +185,3 @@ def _repeats(order: CommonOrder, play: PlayInOrder) -> float | None:
     ]
     least, most = min(later, default=math.inf), max(later, default=-math.inf)
     return most if most - least <= _EQUAL * play.end else None
-
-
-def _order(costs: Costs, plan: SettledPlan, stages: Sequence[StageProgram], count: int) -> CommonOrder:
-    if plan.pp == 1:
-        return made_order("1f1b", 1, 1, count)
-    if plan.schedule != FOUND:
-        return made_order(plan.schedule, plan.pp, plan.stages // plan.pp, count)
-    times = undisturbed_times(stages, costs.sends(plan))
-    return common_order_of(plan.schedule_for(count, times))

@@ -10,34 +10,56 @@ from shoal.cost.collectives import collective_seconds, message_bytes
 from shoal.cost.time import parameters_on_rank
 from shoal.plan import SettledPlan
 from shoal.plan.groups import Group, Groups
-from shoal.plan.schedules import Schedule, Times, Work
+from shoal.plan.schedules import FOUND, CommonOrder, Schedule, Times, Work, common_order_of, made_order
 from shoal.simulate.engine import Link, RankProgram
 from shoal.simulate.passage import Collective
 from shoal.simulate.stage_program import StageProgram
+from shoal.simulate.within import Members
 from shoal.timeline import Purpose
-from shoal.workload import Block, Parameters
+from shoal.workload import Parameters
 
 __all__ = [
-    "alike_programs",
     "finish_of",
     "links_of",
     "norm_of",
+    "order_of",
     "rank_programs",
     "stage_programs",
     "undisturbed_times",
 ]
 
 
-def stage_programs(plan: SettledPlan, costs: Costs, count: int, rank: int = 0) -> list[StageProgram]:
-    """Make the programs of all stages, for this many micro-batches; `rank` is the one at the first place."""
+def stage_programs(
+    plan: SettledPlan, costs: Costs, count: int, rank: int | None = None, *, exchanges: bool = True
+) -> list[StageProgram]:
+    """Make the programs of all stages; stages with equal blocks, groups and costs share theirs.
+
+    Args:
+        plan: The Plan.
+        costs: Costs of the Plan's workload on its cluster.
+        count: Micro-batches of a step.
+        rank: The rank at the first place; None for a play that notes nothing, where groups need no ranks.
+        exchanges: Whether gradients and weights are communicated.
+    """
     placement = plan.placement if plan.pp > 1 else (0,)
-    first = Groups.of(plan).pp.ranks(rank)
-    return [
-        StageProgram(
-            plan, costs.at(plan, place), stage, blocks, cache(partial(Group.around, rank=first[place]))
-        )
-        for stage, (place, blocks) in enumerate(zip(placement, costs.blocks_of(plan, count), strict=True))
-    ]
+    members: list[Members] = [_nobody] * plan.pp
+    if rank is not None:
+        members = [cache(partial(Group.around, rank=each)) for each in Groups.of(plan).pp.ranks(rank)]
+    made = cache(partial(StageProgram, plan, is_named=rank is not None, exchanges=exchanges))
+    found, turns = [], [0] * plan.pp
+    for place, blocks in zip(placement, costs.blocks_of(plan, count), strict=True):
+        found.append(made(costs.at(plan, place), turns[place], tuple(blocks), members[place]))
+        turns[place] += 1
+    return found
+
+
+def order_of(plan: SettledPlan, costs: Costs, stages: Sequence[StageProgram], count: int) -> CommonOrder:
+    """Return the order of a step's actions and messages; the arguments are those of `stage_programs`."""
+    if plan.pp == 1:
+        return made_order("1f1b", 1, 1, count)
+    if plan.schedule != FOUND:
+        return made_order(plan.schedule, plan.pp, plan.stages // plan.pp, count)
+    return common_order_of(plan.schedule_for(count, undisturbed_times(stages, costs.sends(plan))))
 
 
 def undisturbed_times(stages: Sequence[StageProgram], transfers: Iterable[float]) -> Times:
@@ -54,32 +76,6 @@ def undisturbed_times(stages: Sequence[StageProgram], transfers: Iterable[float]
     return Times(seconds(Work.FORWARD), seconds(Work.INPUT), seconds(Work.WEIGHT), tuple(transfers))
 
 
-def alike_programs(
-    plan: SettledPlan, costs: Costs, count: int, *, exchanges: bool = True
-) -> list[StageProgram]:
-    """Make the programs of all stages for a play that notes nothing: ranks with equal blocks share theirs.
-
-    Args:
-        plan: The Plan.
-        costs: Costs of the Plan's workload on its cluster.
-        count: Micro-batches of a step.
-        exchanges: Whether gradients and weights are communicated.
-    """
-    placement = plan.placement if plan.pp > 1 else (0,)
-    turns = [0] * plan.pp
-    made: dict[tuple[int, Costs, tuple[Block, ...]], StageProgram] = {}
-    found = []
-    for place, blocks in zip(placement, costs.blocks_of(plan, count), strict=True):
-        key = turns[place], costs.at(plan, place), tuple(blocks)
-        turns[place] += 1
-        if key not in made:
-            made[key] = StageProgram(
-                plan, key[1], key[0], blocks, _nobody, is_named=False, exchanges=exchanges
-            )
-        found.append(made[key])
-    return found
-
-
 def _nobody(group: Group) -> tuple[int, ...]:
     """Return no ranks, where nothing is noted."""
     return ()
@@ -90,9 +86,7 @@ def rank_programs(
     costs: Costs,
     schedule: Schedule,
     stages: Sequence[StageProgram],
-    *,
-    rank: int = 0,
-    is_named: bool = True,
+    rank: int | None = None,
 ) -> list[RankProgram]:
     """Make the program of one rank at each place along the pipeline.
 
@@ -101,11 +95,10 @@ def rank_programs(
         costs: Costs of the Plan's workload on its cluster.
         schedule: The schedule's table.
         stages: The programs of all stages.
-        rank: The rank at the first place.
-        is_named: Whether each communication needs its ranks, for a Timeline.
+        rank: The rank at the first place; None for a play that notes nothing.
     """
-    first = Groups.of(plan).pp.ranks(rank)
-    norm = norm_of(plan, costs, rank, is_named=is_named)
+    first = Groups.of(plan).pp.ranks(rank or 0)
+    norm = norm_of(plan, costs, rank)
     held = [
         _held([stages[number] for number in schedule.stages_of(place)]) for place in range(schedule.ranks)
     ]
@@ -116,7 +109,7 @@ def rank_programs(
             stages={number: stages[number] for number in schedule.stages_of(place)},
             finish=finish_of(plan, costs, schedule, place),
             norm=norm,
-            merge=_merge(plan, costs.at(plan, place), held[place], count, is_named=is_named),
+            merge=_merge(plan, costs.at(plan, place), held[place], count, is_named=rank is not None),
             update=costs.after_at(plan, place, held[place], count),
             contention=costs.at(plan, place).cluster.device.contention,
             files=costs.file_waits(plan, place, count),
@@ -147,14 +140,20 @@ def finish_of(plan: SettledPlan, costs: Costs, schedule: Schedule, place: int) -
     return [Collective("all_reduce:embedding", seconds, nbytes, ends, Purpose.PIPELINE)]
 
 
-def norm_of(plan: SettledPlan, costs: Costs, rank: int = 0, *, is_named: bool = True) -> Collective | None:
-    """Return the all-reduce of the squared gradient norm, if ranks hold different gradients."""
+def norm_of(plan: SettledPlan, costs: Costs, rank: int | None) -> Collective | None:
+    """Return the all-reduce of the squared gradient norm, if ranks hold different gradients.
+
+    Args:
+        plan: The Plan.
+        costs: Costs of the Plan's workload on its cluster.
+        rank: One of the ranks; None for a play that notes nothing.
+    """
     groups = Groups.of(plan)
     if groups.parts.size == 1:
         return None
     seconds = collective_seconds("all_reduce", 8, groups.parts, costs.cluster)
     played = groups.pp if plan.pp > 1 else groups.parts
-    ranks = played.around(rank) if is_named else ()
+    ranks = () if rank is None else played.around(rank)
     return Collective("all_reduce:gradient norm", seconds, 8, ranks, Purpose.CONTROL)
 
 

@@ -1,25 +1,22 @@
-"""One played rank: how it goes through its list, and what its two streams do (`shoal.simulate.engine`)."""
+"""One played rank: how it does its actions, and what its two streams do (`shoal.simulate.engine`)."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shoal.plan.schedules import Payload, Work
-from shoal.simulate.course import ACT, NO_MESSAGE, RECEIVE, Course, Message, Slot
+from shoal.plan.schedules import NO_MESSAGE, UNKNOWN, CommonOrder, Message, Work
 from shoal.simulate.journal import Journal
 from shoal.simulate.passage import Collective, Exposed, Passage, Piece, Start
 from shoal.simulate.stage_program import StageProgram
 from shoal.timeline import Kind, Purpose
 
-__all__ = ["BUBBLE", "Common", "Link", "Rank", "RankProgram"]
+__all__ = ["BUBBLE", "Link", "Notes", "Rank", "RankProgram"]
 
 BUBBLE = "bubble"
 """What a rank waits for while another one along the pipeline has not sent yet, or is not done yet."""
-
-_NOT_YET = -1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,136 +58,142 @@ class RankProgram:
     files: float = 0.0
 
 
-class Common:
-    """State that the ranks of one play share.
+class Notes:
+    """What the ranks of a play note: in a Journal, and the times of their actions in the current step.
 
     Args:
-        course: The lists of all ranks.
+        journal: The Journal.
+        order: The actions and messages of all ranks.
         programs: The program of each rank, by place.
         links: By places of sender and receiver, the link between them.
-        journal: Where to note what ranks do; None to note nothing.
     """
 
     def __init__(
         self,
-        course: Course,
+        journal: Journal,
+        order: CommonOrder,
         programs: Sequence[RankProgram],
         links: Mapping[tuple[int, int], Link],
-        journal: Journal | None,
     ) -> None:
-        self.course = course
         self.journal = journal
-        self.numbers = [program.rank for program in programs]
-        self.links = [links[each.sender, each.receiver] for each in course.messages]
-        self.seconds = [link.seconds for link in self.links]
-        self.sent: list[float] = []
-        self.begun: list[float] = []  # when the receiver began to receive
-        self.came: list[float] = []
-        self.waiting: dict[int, int] = {}  # by message, the place of the rank that waits for it
-        self.able: list[int] = []
-        self.alone: dict[int, tuple[float, dict[str, float]]] = {}  # by passage: its seconds and its waits
-        self.times = [0] * len(course.slots)  # by slot: how often its passage was not run again
+        self.messages: list[Message] = []
+        self.actions: list[list[tuple[float, float]]] = []
+        self._order = order
+        self._numbers = [program.rank for program in programs]
+        self._links = links
+        self._ends = [(sender, receiver) for entry in order.entries for _, sender, receiver, *_ in entry[3]]
 
-    def begin(self) -> None:
-        """Begin a step, in which no message was sent and every rank can go on."""
-        number = len(self.course.messages)
-        self.sent, self.begun, self.came = ([_NOT_YET] * number for _ in range(3))
-        self.able = list(range(len(self.numbers)))
+    def begin(self) -> list[Message]:
+        """Begin a step; return where its messages are to be noted."""
+        self.messages, self.actions = [], [[] for _ in self._numbers]
+        return self.messages
+
+    def name(self, place: int) -> str:
+        """Return the name of the rank's next action; ranks alone need none."""
+        if len(self._numbers) == 1:
+            return ""
+        return str(self._order.schedule.table[place][len(self.actions[place])])
+
+    def receive(self, place: int, message: int, before: float) -> None:
+        """Note a message, and that compute stood still for it since the action before."""
+        action = self._order.schedule.table[place][len(self.actions[place])]
+        what, letter = ("activation", "F") if action.work is Work.FORWARD else ("gradient", "B")
+        name = f"{what}:{action.stage}{letter}{action.microbatch}"  # that of the runtime
+        sent, begun, arrived = self.messages[message]
+        together, nbytes = max(sent, begun), self._links[self._ends[message]].bytes
+        sender, receiver = (self._numbers[end] for end in self._ends[message])
+        for rank, start in ((sender, sent), (receiver, begun)):
+            self.journal.message(rank, start, together, arrived, name, nbytes, (sender, receiver))
+        if arrived > before:
+            self.journal.wait(receiver, name, Purpose.PIPELINE, before, together, arrived)
 
 
 class Rank:
-    """One rank: `begin` a step, `go_on` until a message is missing or the list ends, and `finish`."""
+    """One rank: `begin` a step, `act` for each action that is not known, `end` the list and `finish`.
 
-    def __init__(self, common: Common, place: int, program: RankProgram) -> None:
+    Args:
+        order: The actions and messages of all ranks.
+        place: Its place along the pipeline.
+        program: Its program.
+        seconds: By slot, the seconds of an action beside which nothing travels, for all ranks; UNKNOWN until
+            it was run, with notes, and if sums are complete after it.
+        busy: By place, until when something travels beside compute, for all ranks.
+        alone: The seconds and the waits of passages beside which nothing travels, for all ranks.
+        notes: Where to note what it does; None to note nothing.
+    """
+
+    def __init__(
+        self,
+        order: CommonOrder,
+        place: int,
+        program: RankProgram,
+        seconds: list[float],
+        busy: list[float],
+        alone: dict[Passage, tuple[float, dict[str, float]]],
+        notes: Notes | None,
+    ) -> None:
         self.now = 0.0  # time of the compute stream
-        self.actions: list[tuple[float, float]] = []
-        self._common = common
-        self._journal = common.journal
+        self._order = order
         self._place = place
         self._program = program
+        self._seconds = seconds
+        self._busy = busy
+        self._known = alone
+        self._notes = notes
+        self._journal = None if notes is None else notes.journal
         self._rank = program.rank
-        self._ops = common.course.rows[place]
-        self._next = 0  # number of the next entry of the list
+        self._is_piped = order.schedule.ranks > 1
         self._free = 0.0  # when all work beside compute has ended
         self._ends: dict[object, float] = {}  # end of each started communication, by key
         self._begun: deque[tuple[float, Start]] = deque()  # ends of started communications, in order
-        self._receiving: dict[int, deque[int]] = {}  # by sender: messages on their way
-        self._link_free: dict[int, float] = {}  # by sender: when its link is free
         self._due: list[StageProgram] = []  # stages with complete sums, not yet reduced
-        self._passages: dict[int, Passage] = {}  # by slot
-        self._alone: dict[int, float] = {}  # by slot: seconds of a passage with no communication before it
-        self._waits: dict[str, float] = {}  # by what it waited for, without passages that were not run again
+        self._runs: Counter[int] = Counter()  # by slot: how often it was run in full
+        self._steps = 0
+        self._waits: dict[str, float] = {}  # by what it waited for, in all that was run in full
         self._waits_of: dict[int, dict[str, float]] = {}  # by slot: waits of a passage with none before it
 
     def begin(self) -> None:
         """Begin a step."""
-        self._next, self.actions = 0, []
+        self._steps += 1
         for stage in self._program.stages.values():
             self._run(stage.begin_step())
+        self._busy[self._place] = self._free
 
-    def go_on(self) -> None:
-        """Go through the list until a message is missing, or to its end."""
-        common, ops = self._common, self._ops
-        sent, waiting = common.sent, common.waiting
-        for position in range(self._next, len(ops)):
-            kind, message, slot, action = ops[position]
-            if kind == ACT:
-                if self._due:
-                    self._reduce_due()
-                if message != NO_MESSAGE and (missing := self._take(message)) != NO_MESSAGE:
-                    waiting[missing] = self._place
-                    self._next = position
-                    return
-                start = self.now
-                self._act(slot, str(action))
-                self.actions.append((start, self.now))
-            elif kind == RECEIVE:
-                common.begun[message] = self.now
-                self._receiving.setdefault(common.course.messages[message].sender, deque()).append(message)
-            else:
-                sent[message] = self.now
-                if message in waiting:
-                    common.able.append(waiting.pop(message))
-        self._next = len(ops)
-        self.end()
-
-    @property
-    def busy_until(self) -> float:
-        """When all work beside compute has ended; infinite if more begins before the next action."""
-        return math.inf if self._due else self._free
-
-    def act(self, slot: int, before: float, start: float) -> float:
+    def act(self, slot: int, before: float, start: float, message: int) -> float:
         """Do an action and return when it ends.
 
         Args:
             slot: Number of its slot.
             before: When the action before it ended.
             start: When what it waits for has come.
+            message: Number of the message that it waited for; NO_MESSAGE if none.
         """
         self.now = before
         self._reduce_due()
         self.now = start
-        alone = self._alone.get(slot) if self._free <= start else None
-        if alone is None:
-            self._act(slot, "")
+        if self._notes is not None:
+            if message != NO_MESSAGE:
+                self._notes.receive(self._place, message, before)
+            self._act(slot, self._notes.name(self._place))
+            self._notes.actions[self._place].append((start, self.now))
+        elif self._free <= start and self._seconds[slot] != UNKNOWN:
+            self.now += self._seconds[slot]
         else:
-            self.now += alone
-            self._common.times[slot] += 1
+            self._act(slot, "")
+        self._busy[self._place] = math.inf if self._due else self._free  # more begins before the next action
         return self.now
 
-    def alone(self, slot: int) -> float:
-        """Return the seconds of a passage with no communication before it; infinite if not known."""
-        return self._alone.get(slot, math.inf)
+    def end(self, bubble: float, transfer: float) -> None:
+        """Wait for reductions that run beside compute; then do what comes after the last action.
 
-    def add_waits(self, bubble: float, transfer: float) -> None:
-        """Add waits for ranks that have not sent yet, and for messages on their way."""
-        self._wait_for(BUBBLE, bubble)
-        self._wait_for(Purpose.PIPELINE, transfer)
-
-    def end(self) -> None:
-        """Wait for reductions that run beside compute; then do what comes after the last action."""
+        Args:
+            bubble: Seconds of this step's waits for ranks that had not sent yet.
+            transfer: Seconds of its waits for messages on their way.
+        """
         self._reduce_due()
-        if len(self._common.numbers) > 1:
+        if self._is_piped:
+            self._wait_for(BUBBLE, bubble)
+            self._wait_for(Purpose.PIPELINE, transfer)
             for stage in self._program.stages.values():
                 if stage.keeps_sums:
                     self._run(stage.data_parallel.wait_reduced())
@@ -229,8 +232,9 @@ class Rank:
         """Return the seconds that it waited, by what for."""
         waits = dict(self._waits)
         for slot, once in self._waits_of.items():
+            again = self._steps * self._order.numbers[slot] - self._runs[slot]
             for what, seconds in once.items():
-                waits[what] = waits.get(what, 0.0) + self._common.times[slot] * seconds
+                waits[what] = waits.get(what, 0.0) + again * seconds
         return waits
 
     def _wait_in(self, collective: Collective, seconds: float) -> None:
@@ -242,54 +246,15 @@ class Rank:
     def _wait_for(self, what: str, seconds: float) -> None:
         self._waits[what] = self._waits.get(what, 0.0) + seconds
 
-    def _take(self, message: int) -> int:
-        """Wait for a message; return the number of the one that was not sent yet, NO_MESSAGE if it came."""
-        common = self._common
-        came, messages = common.came, common.course.messages
-        if came[message] < 0:
-            sender = messages[message].sender
-            receiving = self._receiving[sender]
-            while came[message] < 0:
-                head = receiving[0]
-                if common.sent[head] < 0:
-                    return head
-                receiving.popleft()
-                self._receive(sender, head)
-        if came[message] > self.now:
-            together = max(common.sent[message], common.begun[message])
-            self._wait_for(BUBBLE, max(0.0, together - self.now))
-            self._wait_for(Purpose.PIPELINE, came[message] - max(self.now, together))
-            if self._journal is not None:
-                waited = _name_of(messages[message])
-                self._journal.wait(self._rank, waited, Purpose.PIPELINE, self.now, together, came[message])
-            self.now = came[message]
-        return NO_MESSAGE
-
-    def _receive(self, sender: int, message: int) -> None:
-        """Note when a message that was sent arrives."""
-        common = self._common
-        together = max(common.sent[message], common.begun[message])
-        came = max(together, self._link_free.get(sender, 0.0)) + common.seconds[message]
-        self._link_free[sender] = common.came[message] = came
-        if self._journal is not None:
-            name, nbytes = _name_of(common.course.messages[message]), common.links[message].bytes
-            ends = common.numbers[sender], self._rank
-            sent, begun = common.sent[message], common.begun[message]
-            self._journal.message(ends[0], sent, together, came, name, nbytes, ends)
-            self._journal.message(ends[1], begun, together, came, name, nbytes, ends)
-
-    def _act(self, slot: int, action: str) -> None:
+    def _act(self, slot: int, name: str) -> None:
         """Do an action in full."""
-        where = self._common.course.slots[slot]
-        passage = self._passages.get(slot)
-        if passage is None:
-            stage = self._program.stages[where.stage]
-            passage = stage.passage(where.work, is_first=where.is_first, is_last=where.is_last)
-            self._passages[slot] = passage
+        where = self._order.slots[slot]
+        self._runs[slot] += 1
+        stage = self._program.stages[where.stage]
+        passage = stage.passage(where.work, is_first=where.is_first, is_last=where.is_last)
         kind = Kind.FORWARD if where.work is Work.FORWARD else Kind.BACKWARD
-        name = action if len(self._common.numbers) > 1 else ""
         start, is_alone, waits = self.now, self._free <= self.now, dict(self._waits)
-        known = self._common.alone.get(id(passage)) if is_alone and self._journal is None else None
+        known = self._known.get(passage) if is_alone and self._journal is None else None
         if known is not None:
             self.now += known[0]
             for what, seconds in known[1].items():
@@ -304,17 +269,12 @@ class Rank:
             self._run(passage.pieces)
             if self._journal is not None:
                 self._journal.work(self._rank, kind, name, start, self.now)
-        if is_alone and self._free <= self.now:
+        if is_alone and self._free <= self.now and self._journal is None:
             waited = {what: seconds - waits.get(what, 0.0) for what, seconds in self._waits.items()}
-            self._alone[slot], self._waits_of[slot] = self.now - start, waited
-            self._common.alone[id(passage)] = self.now - start, waited
-        if where.is_last:
-            self._complete(where)
-
-    def _complete(self, slot: Slot) -> None:
-        """Note that a stage's sums are complete."""
-        stage = self._program.stages[slot.stage]
-        if stage.keeps_sums and len(self._common.numbers) > 1:
+            self._known[passage] = self.now - start, waited
+            if not where.is_last:
+                self._seconds[slot], self._waits_of[slot] = self.now - start, waited
+        if where.is_last and stage.keeps_sums and self._is_piped:
             self._due.append(stage)
 
     def _reduce_due(self) -> None:
@@ -372,9 +332,3 @@ class Rank:
             seconds -= done
             now = stop
         return now + seconds
-
-
-def _name_of(message: Message) -> str:
-    """Return the runtime's name of a message: what is sent, and the action that waits for it."""
-    what = "activation" if message.payload is Payload.ACTIVATION else "gradient"
-    return f"{what}:{message.stage}{message.payload.value}{message.microbatch}"

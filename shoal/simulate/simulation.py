@@ -14,14 +14,14 @@ from shoal.cluster import Cluster, peak_of_all
 from shoal.cost import Alike, Costs, settle_split
 from shoal.cost.time import crowded_seconds, straggler_share
 from shoal.plan import Groups, Plan, SettledPlan
-from shoal.plan.schedules import Played, Schedule, Times, make
+from shoal.plan.schedules import CommonOrder, Played, Times
 from shoal.simulate.account import Account, account_of
 from shoal.simulate.bubble import bubble_spans
-from shoal.simulate.course import Course, course_of
 from shoal.simulate.engine import Link, Play, RankProgram, play_steps
 from shoal.simulate.journal import Journal
 from shoal.simulate.programs import (
     links_of,
+    order_of,
     rank_programs,
     stage_programs,
     undisturbed_times,
@@ -155,7 +155,7 @@ def simulate(workload: Workload, cluster: Cluster, plan: Plan, batch: int, *, st
     slowest = ends.index(max(ends))
     play, course = plays[slowest], alike[slowest]
     played = Played(
-        course.schedule,
+        course.order.schedule,
         course.times,
         tuple(tuple(start for start, _ in row) for row in play.actions[0]),
         tuple(tuple(stop for _, stop in row) for row in play.actions[0]),
@@ -182,19 +182,17 @@ class _Course:
     Attributes:
         rank: The rank at the first place.
         number: Ranks along dp that do the same.
-        schedule: The schedule's table.
+        order: The actions and messages of the schedule's table.
         times: Times of the stages without communication beside them.
         programs: The programs of the ranks.
-        lists: The lists of the ranks.
         links: The links between them.
     """
 
     rank: int
     number: int
-    schedule: Schedule
+    order: CommonOrder
     times: Times
     programs: Sequence[RankProgram]
-    lists: Course
     links: Mapping[tuple[int, int], Link]
 
     @classmethod
@@ -203,17 +201,14 @@ class _Course:
         costs, plan, batch, first, number = alike
         rank, count = Groups.of(plan).dp.ranks(0)[first], plan.microbatches_of(batch)
         stages = stage_programs(plan, costs, count, rank)
-        times = undisturbed_times(stages, costs.sends(plan))
-        schedule = plan.schedule_for(count, times) if plan.pp > 1 else make("1f1b", 1, 1, count)
-        lists = course_of(schedule)
-        programs = rank_programs(plan, costs, schedule, stages, rank=rank)
-        links = links_of(plan, costs, lists.pairs)
-        return cls(rank, number, schedule, times, programs, lists, links)
+        times, order = undisturbed_times(stages, costs.sends(plan)), order_of(plan, costs, stages, count)
+        programs = rank_programs(plan, costs, order.schedule, stages, rank)
+        return cls(rank, number, order, times, programs, links_of(plan, costs, order.pairs))
 
     def play(self, lateness: float, steps: int = 1, journal: Journal | None = None) -> Play:
         """Play steps."""
         return play_steps(
-            self.lists, self.programs, self.links, lateness=lateness, steps=steps, journal=journal
+            self.order, self.programs, self.links, lateness=lateness, steps=steps, journal=journal
         )
 
     def lateness(self, late: float, end: float, last: float) -> float:

@@ -14,7 +14,7 @@ Weights and gradients travel beside compute as in `shoal.parallel`:
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 
 from shoal.cost import Costs, Layout
 from shoal.plan import SettledPlan
@@ -33,7 +33,7 @@ class StageProgram:
     Args:
         plan: The Plan that is played, with a fixed micro-batch.
         costs: Costs of the Plan's workload on its cluster.
-        stage: Number of the stage.
+        stage: A number that no other stage of its rank has.
         blocks: Blocks of the stage, in order.
         members: The groups of the rank that holds the stage.
         is_named: Whether each communication needs a name, for a Timeline.
@@ -53,9 +53,7 @@ class StageProgram:
     ) -> None:
         self._plan = plan
         self._blocks = blocks
-        layout = Layout.of(plan)
-        self._costs = [costs.block(block, layout) for block in blocks]
-        self._within = Within(costs.workload, layout, members)
+        self._within = cache(Within(costs, Layout.of(plan), members).pieces)
         self.data_parallel = DataParallel(
             plan, costs, stage, blocks, members, is_named=is_named, exchanges=exchanges
         )
@@ -99,13 +97,13 @@ class StageProgram:
             yield from self._gather_each((*data_parallel.roots, *self._layers[:1]))
         if waits:
             yield from self._wait_each(data_parallel.roots)
-        for position, (block, cost) in enumerate(zip(self._blocks, self._costs, strict=True)):
+        for position, block in enumerate(self._blocks):
             if position in self._layers:
                 if waits:
                     yield from data_parallel.wait_gathered(position)
                 if self._gathers_blocks and position + 1 in self._layers:
                     yield from data_parallel.gather(position + 1)
-            yield from self._within.forward(block, cost)
+            yield from self._within(block, Work.FORWARD)
 
     def _backward(self, work: Work, is_last: bool) -> Iterator[Piece]:
         data_parallel = self.data_parallel
@@ -124,7 +122,7 @@ class StageProgram:
                 yield from data_parallel.wait_gathered(position)
                 if position - 1 in self._layers:
                     yield from data_parallel.gather(position - 1)
-            yield from self._backward_of(position, work)
+            yield from self._within(self._blocks[position], work)
             if reduces:
                 if not self.keeps_sums:
                     yield data_parallel.copy_at(position)
@@ -133,14 +131,6 @@ class StageProgram:
             yield from data_parallel.wait_reduced()
         if naive and is_last:
             yield from data_parallel.naive()
-
-    def _backward_of(self, position: int, work: Work) -> Iterator[Piece]:
-        block, cost = self._blocks[position], self._costs[position]
-        if work is Work.WEIGHT:
-            yield cost.compute.weight
-            return
-        compute = cost.compute.backward if work is Work.BACKWARD else cost.compute.input
-        yield from self._within.backward(block, cost, compute)
 
     def _gather_each(self, positions: Sequence[int]) -> Iterator[Piece]:
         for position in positions:

@@ -127,7 +127,7 @@ def _all(
                 if isinstance(piece, Exposed | Start) and len(piece.collective.group) > 1:
                     yield _communication(piece.collective, costs.cluster, times)
         yield from _messages(plan, costs, number, count)
-    norm = norm_of(plan, costs)
+    norm = norm_of(plan, costs, 0)
     if norm is not None:
         yield _communication(norm, costs.cluster, 1)
 

@@ -9,14 +9,15 @@ communication gets an equal share. A block's straggler wait is put at its last c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from shoal.cost import Layout
+from shoal.cost import Costs, Layout
 from shoal.cost.time import BlockCost, Join, Joined
 from shoal.plan.groups import Group
+from shoal.plan.schedules import Work
 from shoal.simulate.passage import Collective, Exposed, Piece
 from shoal.timeline import Purpose
-from shoal.workload import Block, Part, Workload
+from shoal.workload import Block, Part
 
 __all__ = ["Members", "Within"]
 
@@ -29,35 +30,27 @@ class Within:
     """Make the pieces of blocks.
 
     Args:
-        workload: The workload that has these blocks.
+        costs: Costs of the workload that has these blocks.
         layout: The layout of the workload over ranks.
         members: The groups of the rank that is played.
     """
 
-    workload: Workload
+    costs: Costs
     layout: Layout
     members: Members
-    _known: dict[tuple[Block, float], tuple[Piece, ...]] = field(default_factory=dict)
 
-    def forward(self, block: Block, cost: BlockCost) -> tuple[Piece, ...]:
-        """Return the pieces of the block's forward."""
-        key = block, -1.0
-        if key not in self._known:
-            compute = cost.compute.forward
-            pieces = self._pieces(block, compute, cost, 0, 1)
-            self._known[key] = tuple(_with_late(list(pieces), cost.late[0]))
-        return self._known[key]
+    def pieces(self, block: Block, work: Work) -> tuple[Piece, ...]:
+        """Return the pieces of a block's forward, of its backward or of a half of that."""
+        cost = self.costs.block(block, self.layout)
+        if work is Work.WEIGHT:
+            return (cost.compute.weight,)
+        if work is Work.FORWARD:
+            return _with_late(list(self._divided(block, cost.compute.forward, cost, 0, 1)), cost.late[0])
+        compute = cost.compute.backward if work is Work.BACKWARD else cost.compute.input
+        rounds = 2 if self.layout.policy(block, is_layer=True) == "full" else 1
+        return _with_late(list(self._divided(block, compute, cost, 1, rounds)), cost.late[1])
 
-    def backward(self, block: Block, cost: BlockCost, compute: float) -> tuple[Piece, ...]:
-        """Return the pieces of the block's backward, with `compute` seconds of compute."""
-        key = block, compute
-        if key not in self._known:
-            rounds = 2 if self.layout.policy(block, is_layer=True) == "full" else 1
-            pieces = self._pieces(block, compute, cost, 1, rounds)
-            self._known[key] = tuple(_with_late(list(pieces), cost.late[1]))
-        return self._known[key]
-
-    def _pieces(
+    def _divided(
         self,
         block: Block,
         compute: float,
@@ -86,7 +79,7 @@ class Within:
         return Exposed(Collective(joined.name, joined.seconds, round(joined.nbytes), group, Purpose.TENSOR))
 
     def _attend(self, block: Block, seconds: float, rounds: int) -> Piece:
-        layout, length = self.layout, self.workload.length
+        layout, length = self.layout, self.costs.workload.length
         of_tokens = length * layout.microbatch // layout.cp // layout.tp * layout.width * rounds
         keys = sum(each.kv_heads * (each.key_width + each.value_width) for each in block.attentions)
         if layout.context == "ring":
@@ -104,11 +97,12 @@ class Within:
         return Exposed(Collective("all_to_all:tokens", seconds, nbytes, group, Purpose.EXPERT))
 
 
-def _with_late(pieces: list[Piece], late: float) -> Iterator[Piece]:
+def _with_late(pieces: list[Piece], late: float) -> tuple[Piece, ...]:
     """Add this wait for late ranks to the last communication."""
-    last = max((at for at, piece in enumerate(pieces) if isinstance(piece, Exposed)), default=None)
-    for at, piece in enumerate(pieces):
-        if at == last and isinstance(piece, Exposed):
-            collective = piece.collective
-            piece = Exposed(replace(collective, seconds=collective.seconds + late, late=late))
-        yield piece
+    for at in reversed(range(len(pieces))):
+        piece = pieces[at]
+        if isinstance(piece, Exposed):
+            seconds = piece.collective.seconds + late
+            pieces[at] = Exposed(replace(piece.collective, seconds=seconds, late=late))
+            break
+    return tuple(pieces)

@@ -13,14 +13,14 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.models import build
+from shoal.parallel import Batch
 from shoal.parallel.pipeline.pieces import cut_pieces
-from shoal.parallel.pipeline.stage_costs import computed_costs
-from shoal.parallel.pipeline.stage_layout import stages_of
+from shoal.parallel.pipeline.stage_split import CORES, costs_on_device, settled_on_device
 from shoal.plan import Plan
 from shoal.plan.schedules import NAMES, Times, make, play
 from shoal.plan.schedules.draw import draw
 from shoal.plan.schedules.text import picture
-from shoal.plan.stages import Cost, parse_split, ranges_of, split_by_cost
+from shoal.plan.stages import parse_split, ranges_of
 
 GUIDE = Path(__file__).resolve().parent.parent.parent / "docs" / "guides" / "schedule.md"
 SMALL = ("--pp", "4", "--microbatches", "8")
@@ -132,20 +132,24 @@ DEEP = ("--model", "tiny", "--option", "layers=12", "--option", "vocab_size=2000
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_model_is_cut_by_cost_and_its_stages_are_played(capsys, name):
+def test_a_model_is_cut_as_training_cuts_it_and_its_stages_are_played(capsys, name):
     told = json.loads(printed(capsys, *DEEP, "--name", name, "--json"))
     model = build("tiny", overrides={"layers": 12, "vocab_size": 2000}, device="meta")
-    costs = computed_costs(model, stages_of(model))
     plan = Plan.parse(told["plan"])
     assert (plan.pp, plan.schedule, plan.split) == (4, name, told["split"])
-    split = parse_split(plan.split, 12)
+    asked = plan.replace(split="cost", microbatch=1)
+    assert plan.split == settled_on_device(model, asked, Batch(16, 128), CORES, None).split
+    costs = costs_on_device(model, asked, Batch(16, 128), CORES)
     unit = sum(cost.forward for cost in costs) / 4
-    shares = [Cost(cost.forward / unit, cost.backward / unit) for cost in costs]  # rounding decides ties
-    assert split == split_by_cost(shares, plan.stages, plan.placement, microbatches=16)
-    forward = [sum(costs[piece].forward for piece in pieces) / unit for pieces in ranges_of(split)]
+    ranges = ranges_of(parse_split(plan.split, 12))
+    forward, backward = (
+        [sum(getattr(costs[piece], way) for piece in pieces) / unit for pieces in ranges]
+        for way in ("forward", "backward")
+    )
     assert told["forward"] == pytest.approx(forward)
-    assert told["backward"] == pytest.approx([2 * each for each in forward])
-    times = Times(tuple(forward), tuple(forward), tuple(forward), (0,) * (plan.stages - 1))
+    assert told["backward"] == pytest.approx(backward)
+    half = tuple(each / 2 for each in backward)
+    times = Times(tuple(forward), half, half, (0,) * (plan.stages - 1))
     assert told["makespan"] == pytest.approx(play(plan.schedule_for(16), times).makespan)
 
 

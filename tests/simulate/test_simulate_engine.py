@@ -1,79 +1,83 @@
-"""When messages between stages arrive, with passages that are made up."""
+"""Steps are played equally with a Journal and without, and passes alone as steps that exchange nothing."""
 
-from types import SimpleNamespace
+import random
+from dataclasses import replace
 
 import pytest
+from random_plans import ORDERS, random_cluster, random_plan
 
-from shoal.plan.schedules import Action, Payload, Receive, Send, Work
-from shoal.simulate.course import ACT, NO_MESSAGE, RECEIVE, SEND, Course, Message, Slot
-from shoal.simulate.engine import Link, RankProgram, play_steps
+from shoal.cost import Costs
+from shoal.cost.time import straggler_share
+from shoal.plan.schedules import FOUND, NAMES, Times, common_order_of, make, play_in_order, search
+from shoal.simulate.engine import play_steps
 from shoal.simulate.journal import Journal
-from shoal.simulate.passage import Passage
+from shoal.simulate.programs import links_of, rank_programs, stage_programs
+from shoal.workload import ModelShape, workload_of
 
-LINK = 3.0
-
-
-def stage(seconds):
-    """A stage whose every action takes as long, and that exchanges nothing."""
-    return SimpleNamespace(
-        begin_step=list,
-        passage=lambda work, is_first, is_last: Passage.of([seconds]),
-        keeps_sums=False,
-    )
+MODEL = workload_of(ModelShape(layers=16, hidden=2048, ffn=8192, heads=16, vocab=32000, seq=2048, tied=True))
+BATCH = 96
+ROUNDING = 1e-11
+"""With a Journal all pieces of each action are summed, and without their sum from the time before."""
 
 
-def play(first, second, takes):
-    """Starts and stops by rank, where two ranks do these steps and actions of stage s take `takes[s]`."""
-    rest = {"finish": (), "norm": None, "merge": None, "update": 0.0, "contention": 0.0}
-    programs = [RankProgram(rank=rank, stages={rank: stage(takes[rank])}, **rest) for rank in range(2)]
-    course = made_of(first, second)
-    played = play_steps(course, programs, {(0, 1): Link(LINK, 8)}, lateness=0.0, journal=Journal())
-    return played.actions[0]
+def drawn(chance, schedule):
+    """A Plan with this schedule and a table of it; a searched table is that for random times."""
+    while True:
+        plan = random_plan(chance, MODEL, 8, BATCH, pipelines=True, orders=ORDERS)
+        count = plan.microbatches_of(BATCH)
+        if schedule == FOUND and plan.schedule == "1f1b" and count <= 12:
+            times = [tuple(chance.randint(1, 5) for _ in range(plan.stages)) for _ in range(3)]
+            sends = (0.5,) * (plan.stages - 1)
+            limit = chance.randint(1, 2 * plan.stages)
+            table = search(Times(*times, sends), plan.pp, 1, count, limit, plan.placement)
+            return plan.replace(schedule=FOUND), table
+        if plan.schedule == schedule and count <= 48:
+            return plan, make(schedule, plan.pp, plan.stages // plan.pp, count)
 
 
-def made_of(*rows):
-    """The Course of rows that only send activations from rank 0 to rank 1."""
-    messages, slots, found = {}, {}, []
-    for place, row in enumerate(rows):
-        ops = []
-        for step in row:
-            number = messages.setdefault(step.microbatch, len(messages))
-            if isinstance(step, Action):
-                slot = slots.setdefault(Slot(step.work, step.stage, False, False), len(slots))
-                ops.append((ACT, number if place else NO_MESSAGE, slot, step))
-            else:
-                ops.append((SEND if isinstance(step, Send) else RECEIVE, number, -1, None))
-        found.append(tuple(ops))
-    told = tuple(Message(Payload.ACTIVATION, 1, microbatch, 0, 1) for microbatch in messages)
-    return Course(None, tuple(found), tuple(slots), told)
+@pytest.mark.parametrize("schedule", [*NAMES, FOUND])
+def test_steps_are_played_equally_with_a_journal_and_without(schedule):
+    chance = random.Random(schedule)
+    for _ in range(6):
+        cluster = random_cluster(chance, 8)
+        plan, table = drawn(chance, schedule)
+        costs, order = Costs(MODEL, cluster), common_order_of(table)
+        stages = stage_programs(plan, costs, table.microbatches)
+        programs = rank_programs(plan, costs, table, stages)
+        links, lateness = links_of(plan, costs, order.pairs), straggler_share(plan, cluster)
+        play, noted = (
+            play_steps(order, programs, links, lateness=lateness, steps=2, journal=journal)
+            for journal in (None, Journal())
+        )
+        for starts, others in zip(play.starts, noted.starts, strict=True):
+            assert starts == pytest.approx(others, rel=ROUNDING)
+        assert play.end == pytest.approx(noted.end, rel=ROUNDING)
+        for one, other in zip(play.waits, noted.waits, strict=True):
+            assert one == pytest.approx(other, rel=ROUNDING, abs=ROUNDING * play.end)
 
 
-def forward(stage, microbatch):
-    return Action(Work.FORWARD, stage, microbatch)
-
-
-def sent(microbatch):
-    return Send(Payload.ACTIVATION, 0, microbatch, 1)
-
-
-def received(microbatch):
-    return Receive(Payload.ACTIVATION, 1, microbatch, 0)
-
-
-def test_a_message_travels_once_it_was_sent_and_its_receiver_has_begun_to_receive():
-    early = play([forward(0, 0), sent(0)], [received(0), forward(1, 0)], (1.0, 5.0))
-    assert early[1] == [(1.0 + LINK, 1.0 + LINK + 5.0)]
-    # The receiver is busy with another micro-batch, which came before, when the second is sent.
-    first = [forward(0, 0), sent(0), forward(0, 1), sent(1)]
-    late = play(first, [received(0), forward(1, 0), received(1), forward(1, 1)], (1.0, 5.0))
-    begun = late[1][0][1]
-    assert begun > 2.0  # when the second was sent
-    assert late[1][1][0] == pytest.approx(begun + LINK)
-
-
-def test_messages_on_one_link_follow_one_another():
-    first = [forward(0, 0), sent(0), forward(0, 1), sent(1)]
-    second = [received(0), received(1), forward(1, 0), forward(1, 1)]
-    (_, _), ((came, _), (next_came, _)) = play(first, second, (1.0, 0.5))
-    assert came == 1.0 + LINK
-    assert next_came == came + LINK  # and not 2.0 + LINK
+@pytest.mark.parametrize("schedule", [*NAMES, FOUND])
+def test_passes_alone_take_as_long_as_ranks_that_exchange_nothing(schedule):
+    chance = random.Random(schedule)
+    for _ in range(6):
+        cluster = random_cluster(chance, 8)
+        plan, table = drawn(chance, schedule)
+        costs = Costs(MODEL, cluster)
+        stages = stage_programs(plan, costs, table.microbatches, exchanges=False)
+        programs = [
+            replace(each, finish=(), norm=None, merge=None, update=0.0)
+            for each in rank_programs(plan, costs, table, stages)
+        ]
+        order = common_order_of(table)
+        links = links_of(plan, costs, order.pairs)
+        lateness = straggler_share(plan, cluster)
+        play = play_steps(order, programs, links, lateness=lateness)
+        slots = [
+            stages[slot.stage].passage(slot.work, is_first=slot.is_first, is_last=slot.is_last).seconds
+            for slot in order.slots
+        ]
+        seconds = [links[pair].seconds for pair in order.pairs]
+        alone = play_in_order(order, slots, seconds)
+        assert max(alone.stops) * (1 + lateness) == pytest.approx(play.end, rel=ROUNDING)
+        for starts, others in zip(alone.starts, play.starts, strict=True):
+            assert starts == pytest.approx(others, rel=ROUNDING)

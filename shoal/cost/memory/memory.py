@@ -36,7 +36,6 @@ from shoal.cost.time.split import flop_costs, kept_pieces, pieces_by_stage, stor
 from shoal.cost.time.step import Costs
 from shoal.plan import UNSHARDED, ByFields, SettledPlan, Sharding
 from shoal.plan.schedules import Held
-from shoal.plan.stages import Cost
 from shoal.workload import Workload
 
 __all__ = ["FRAGMENTS", "WORKSPACES", "Memories", "RankMemory", "memory_of"]
@@ -221,10 +220,9 @@ class Memories:
         return self._ranges(plan, plan.microbatches_of(batch))
 
     def _ranges(self, plan: SettledPlan, count: int) -> tuple[range, ...]:
-        paces = tuple if self._costs is None else partial(self._costs.paces, plan)
-        return pieces_by_stage(
-            self.workload, plan, count, lambda: self._piece_costs(self.layout(plan)), paces
-        )
+        if self._costs is not None:
+            return self._costs.ranges(plan, count)
+        return pieces_by_stage(self.workload, plan, count, partial(flop_costs, self.workload))
 
     def _tensors(self, plan: SettledPlan, batch: int, rank: _Rank) -> float:
         """Return the bytes of a rank's tensors at its peak; as `required` where devices differ."""
@@ -342,11 +340,6 @@ class Memories:
         """Return the layout of a Plan, with compile=auto settled if the machines are known."""
         layout = Layout.of(plan)
         return layout if self._costs is None else self._costs.settled(layout)
-
-    def _piece_costs(self, layout: Layout) -> list[Cost]:
-        if self._costs is None:
-            return flop_costs(self.workload)
-        return self._costs.piece_costs(layout)
 
 
 def memory_of(

@@ -184,7 +184,7 @@ class Costs:
         stage, here = self.stages(plan, count)[place], self.at(plan, place)
         passes = stage.forward, stage.input + stage.weight
         owned, update = owned_by_rank(stage.parameters, plan), here.update(plan, stage.parameters)
-        stages = self._ranges(plan, count)
+        stages = self.ranges(plan, count)
         pieces = self._pieces(kept_pieces(self.workload, plan, stages))
         stored = stored_bytes(self.workload, plan, stages, pieces, here.settled(Layout.of(plan)), place)
         return offload_of(here.cluster, plan, owned, passes, count, update, stored), owned
@@ -225,7 +225,7 @@ class Costs:
         return self._stages(plan, count if plan.split == "cost" else 0)
 
     def _stages_of(self, plan: SettledPlan, count: int) -> tuple[StageCost, ...]:
-        layout, ranges = Layout.of(plan), self._ranges(plan, count)
+        layout, ranges = Layout.of(plan), self.ranges(plan, count)
         placement = plan.placement if plan.pp > 1 else (0,)
         held = self._held(ranges, placement, kept_pieces(self.workload, plan, ranges))
         return tuple([self.at(plan, place)._rank(blocks, layout) for place, blocks in enumerate(held)])
@@ -239,14 +239,17 @@ class Costs:
 
     def blocks_of(self, plan: SettledPlan, count: int) -> list[Sequence[Block]]:
         """Return the blocks of each stage of the whole pipeline; one stage without a pipeline."""
-        ranges = self._ranges(plan, count)
+        ranges = self.ranges(plan, count)
         pieces = self._pieces(kept_pieces(self.workload, plan, ranges))
         return [pieces[each.start : each.stop] for each in ranges]
 
-    def _ranges(self, plan: SettledPlan, count: int) -> tuple[range, ...]:
+    def ranges(self, plan: SettledPlan, count: int) -> tuple[range, ...]:
         """Return the pieces of each stage."""
-        costs, paces = partial(self.piece_costs, Layout.of(plan)), partial(self.paces, plan)
-        return pieces_by_stage(self.workload, plan, count, costs, paces)
+
+        def costs() -> list[Cost]:
+            return self.piece_costs(self.settled(Layout.of(plan)))
+
+        return pieces_by_stage(self.workload, plan, count, costs, partial(self.paces, plan))
 
     def _pieces(self, kept: frozenset[int]) -> tuple[Block, ...]:
         """Return the pieces of the model, those that a Plan's recompute leaves out as kept."""

@@ -19,7 +19,15 @@ from shoal.parallel.pipeline.stage_layout import (
 )
 from shoal.plan import Plan
 from shoal.plan.schedules import Times
-from shoal.plan.stages import Cost, parse_split, ranges_of, split_by_cost, split_by_count, times_of
+from shoal.plan.stages import (
+    Cost,
+    parse_split,
+    ranges_of,
+    split_by_cost,
+    split_by_count,
+    split_text,
+    times_of,
+)
 
 __all__ = ["Pieces", "Room", "cut_pieces"]
 
@@ -63,7 +71,7 @@ class Pieces:
     @property
     def split(self) -> str:
         """Return the number of blocks of each stage, as the Plan's `split` writes them."""
-        return "-".join(str(len(self.blocks_of(stage))) for stage in range(len(self.ranges)))
+        return split_text([len(pieces) for pieces in self.ranges])
 
     def of(self, index: int) -> dict[int, range]:
         """Return the stages of one rank of the axis `pp`, with their pieces."""

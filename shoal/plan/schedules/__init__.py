@@ -7,10 +7,12 @@ Nouns: Action (a rank's forward or backward of a stage and micro-batch), Schedul
 """
 
 from shoal.plan.schedules.action import Action, Work
+from shoal.plan.schedules.common_order import NO_MESSAGE, CommonOrder, Slot, common_order_of, made_order
 from shoal.plan.schedules.found import FOUND
+from shoal.plan.schedules.in_order import UNKNOWN, Message, play_in_order
 from shoal.plan.schedules.kind import Held, Kind
 from shoal.plan.schedules.kinds import KINDS, NAMES, kind_of, make, require_numbers
-from shoal.plan.schedules.play import Played, Times, numbered, play, played_numbers
+from shoal.plan.schedules.play import Played, Times, play
 from shoal.plan.schedules.schedule import Schedule, looped, v_shaped
 from shoal.plan.schedules.search import search
 from shoal.plan.schedules.sound import require_no_deadlock, require_sound
@@ -20,23 +22,29 @@ __all__ = [
     "FOUND",
     "KINDS",
     "NAMES",
+    "NO_MESSAGE",
+    "UNKNOWN",
     "Action",
+    "CommonOrder",
     "Held",
     "Kind",
+    "Message",
     "Payload",
     "Played",
     "Receive",
     "Schedule",
     "Send",
+    "Slot",
     "Step",
     "Times",
     "Work",
+    "common_order_of",
     "kind_of",
     "looped",
+    "made_order",
     "make",
-    "numbered",
     "play",
-    "played_numbers",
+    "play_in_order",
     "require_no_deadlock",
     "require_numbers",
     "require_sound",

@@ -11,7 +11,7 @@ from shoal.plan.schedules.action import Action, Work
 from shoal.plan.schedules.precedence import Precedence
 from shoal.plan.schedules.schedule import Schedule
 
-__all__ = ["Played", "Times", "numbered", "play", "played_numbers"]
+__all__ = ["Played", "Times", "numbered", "play", "require_times_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,8 +135,22 @@ def play(schedule: Schedule, times: Times) -> Played:
         PlanError: The times are for another number of stages, or the table can never end; the error says
             which action waits for which.
     """
+    require_times_of(times, schedule.stages)
+    precedence = Precedence.of(schedule.placement, schedule.microbatches, times.transfer)
+    durations = precedence.durations(times.forward, times.input, times.weight)
+    wholes = [input + weight for input, weight in zip(times.input, times.weight, strict=True)]
     rows = numbered(schedule)
-    starts, stops = played_numbers(schedule, times, rows)
+    for row, numbers in zip(schedule.table, rows, strict=True):
+        for (work, stage, _), number in zip(row, numbers, strict=True):
+            if work is Work.BACKWARD:
+                durations[number] = wholes[stage]
+    starts, stops, positions = precedence.play(rows, durations)
+    if any(position < len(row) for position, row in zip(positions, rows, strict=True)):
+        raise PlanError(
+            f"the schedule {schedule.name} deadlocks: {precedence.circle(schedule.table, positions)}",
+            possible="a table in which every action comes after the actions that it waits for",
+            change="correct the order of these actions",
+        )
     return Played(
         schedule,
         times,
@@ -154,37 +168,6 @@ def numbered(schedule: Schedule) -> list[list[int]]:
         [firsts[work] + stage * count + microbatch for work, stage, microbatch in row]
         for row in schedule.table
     ]
-
-
-def played_numbers(
-    schedule: Schedule, times: Times, rows: Sequence[Sequence[int]]
-) -> tuple[list[float], list[float]]:
-    """Play a schedule as `play` does; return the start and the stop of each action by its number.
-
-    Args:
-        schedule: The schedule to play.
-        times: Times of its stages.
-        rows: What `numbered` makes of its table.
-
-    Raises:
-        PlanError: As `play`.
-    """
-    require_times_of(times, schedule.stages)
-    precedence = Precedence.of(schedule.placement, schedule.microbatches, times.transfer)
-    durations = precedence.durations(times.forward, times.input, times.weight)
-    wholes = [input + weight for input, weight in zip(times.input, times.weight, strict=True)]
-    for row, numbers in zip(schedule.table, rows, strict=True):
-        for (work, stage, _), number in zip(row, numbers, strict=True):
-            if work is Work.BACKWARD:
-                durations[number] = wholes[stage]
-    starts, stops, positions = precedence.play(rows, durations)
-    if any(position < len(row) for position, row in zip(positions, rows, strict=True)):
-        raise PlanError(
-            f"the schedule {schedule.name} deadlocks: {precedence.circle(schedule.table, positions)}",
-            possible="a table in which every action comes after the actions that it waits for",
-            change="correct the order of these actions",
-        )
-    return starts, stops
 
 
 def require_times_of(times: Times, stages: int) -> None:

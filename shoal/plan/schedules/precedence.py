@@ -7,9 +7,20 @@ from dataclasses import dataclass
 
 from shoal.plan.schedules.action import Action, Work
 
-__all__ = ["Precedence"]
+__all__ = ["Precedence", "awaited_actions"]
 
 _KIND = {Work.FORWARD: 0, Work.BACKWARD: 1, Work.INPUT: 1, Work.WEIGHT: 2}
+
+
+def awaited_actions(stages: int, microbatches: int) -> list[int]:
+    """Return, by number of an action (see `Precedence`), the one that it waits for; below 0 for none."""
+    size = stages * microbatches
+    return [
+        *range(-microbatches, size - microbatches),
+        *range(size + microbatches, 2 * size),
+        *range(size - microbatches, size),
+        *range(size, 2 * size),
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +34,7 @@ class Precedence:
     Attributes:
         placement: By stage, the rank that holds it.
         microbatches: Micro-batches of a step.
-        awaited: By action, the number of the one that it waits for; -1 for none.
+        awaited: By action, the number of the one that it waits for; below 0 for none.
         delay: By action, the transfer time of what it waits for.
     """
 
@@ -35,25 +46,16 @@ class Precedence:
     @classmethod
     def of(cls, placement: tuple[int, ...], microbatches: int, transfer: Sequence[float]) -> Precedence:
         """Return the precedence of a pipeline. `transfer` is by boundary; it counts between two ranks."""
-        stages = len(placement)
-        size = stages * microbatches
         crossing = [
             seconds if placement[stage] != placement[stage + 1] else 0
             for stage, seconds in enumerate(transfer)
         ]
-        numbers = range(size)
-        last = size - microbatches
-        awaited = [
-            *(number - microbatches if number >= microbatches else -1 for number in numbers),
-            *(size + number + microbatches if number < last else number for number in numbers),
-            *(size + number for number in numbers),
-        ]
         delay = [
             *(seconds for seconds in (0, *crossing) for _ in range(microbatches)),
             *(seconds for seconds in (*crossing, 0) for _ in range(microbatches)),
-            *(0 for _ in numbers),
+            *(0 for _ in range(len(placement) * microbatches)),
         ]
-        return cls(placement, microbatches, awaited, delay)
+        return cls(placement, microbatches, awaited_actions(len(placement), microbatches), delay)
 
     @property
     def size(self) -> int:
@@ -63,16 +65,6 @@ class Precedence:
     def number(self, action: Action) -> int:
         """Return the action's number; I and B share one."""
         return _KIND[action.work] * self.size + action.stage * self.microbatches + action.microbatch
-
-    def numbers(self, row: Sequence[Action]) -> list[int]:
-        """Return the numbers of a rank's actions."""
-        firsts = 0, self.size, 2 * self.size
-        return [
-            firsts[0 if (work := action.work) is Work.FORWARD else 2 if work is Work.WEIGHT else 1]
-            + action.stage * self.microbatches
-            + action.microbatch
-            for action in row
-        ]
 
     def action(self, number: int) -> Action:
         """Return the action with a number; I if I and B share it."""

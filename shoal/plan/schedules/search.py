@@ -13,10 +13,10 @@ from shoal.plan.schedules.blocks import blocks
 from shoal.plan.schedules.found import FOUND
 from shoal.plan.schedules.greedy import RULES, Rule, greedy
 from shoal.plan.schedules.improve import improve, peak
+from shoal.plan.schedules.in_order import received_makespan
 from shoal.plan.schedules.kinds import NAMES, make, require_numbers
 from shoal.plan.schedules.play import Times, require_times_of
 from shoal.plan.schedules.precedence import Precedence
-from shoal.plan.schedules.received import received_makespan
 from shoal.plan.schedules.schedule import Schedule, looped, v_shaped
 
 __all__ = ["search"]

@@ -1,11 +1,10 @@
 """The place of sends and receives between the actions of each rank.
 
-All actions and messages of a step are put into one order over all ranks: the order of their times if every
-piece of work takes one unit. An action stands at its start, a message at the stop of the action that makes
-it. A rank's list holds its own actions and messages, in this order. So no list can deadlock, even if a send
-waits for its receive: among those not yet done, the first in the common order has nothing before it on any
-rank that takes part, and can be done. It also follows that two ranks have the messages between them, in both
-directions, in one order, as channels without tags need (NCCL matches by order).
+A rank's list holds its own actions and messages in the order of the `CommonOrder` of all ranks. So no list
+can deadlock, even if a send waits for its receive: among those not yet done, the first in the common order
+has nothing before it on any rank that takes part, and can be done. It also follows that two ranks have the
+messages between them, in both directions, in one order, as channels without tags need (NCCL matches by
+order).
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from shoal.plan.schedules.action import Action, Work
-from shoal.plan.schedules.play import Times, play
+from shoal.plan.schedules.common_order import common_order_of
 from shoal.plan.schedules.schedule import Schedule
 
 __all__ = ["Payload", "Receive", "Send", "Step", "transfers"]
@@ -94,36 +93,19 @@ def transfers(schedule: Schedule, ahead: int = 0) -> tuple[tuple[Step, ...], ...
     Raises:
         PlanError: The table can never end.
     """
-    played = play(schedule, Times.equal(schedule.stages))
-    # The second number puts a message before the actions that start when it is sent.
-    common: list[tuple[float, int, int, int, Action]] = []
-    for rank, row in enumerate(schedule.table):
-        for action, start, stop in zip(row, played.starts[rank], played.stops[rank], strict=True):
-            common.append((start, 1, rank, rank, action))
-            peer = _peer(schedule, action)
-            if peer is not None:
-                common.append((stop, 0, rank, peer, action))
-    common.sort(key=lambda entry: entry[:3])
     rows: list[list[Step]] = [[] for _ in schedule.table]
-    for _, is_action, rank, peer, action in common:
-        if is_action:
-            rows[rank].append(action)
-            continue
-        payload = Payload.ACTIVATION if action.work is Work.FORWARD else Payload.GRADIENT
-        send = Send(payload, action.stage, action.microbatch, peer)
-        rows[rank].append(send)
-        _insert(rows[peer], Receive(payload, send.target, action.microbatch, rank), ahead)
+    left = [iter(row) for row in schedule.table]
+    latest = [row[0] for row in schedule.table]
+    for place, _, _, sent in common_order_of(schedule).entries:
+        for _, sender, receiver, _, _ in sent:
+            work, stage, microbatch = latest[sender]
+            payload = Payload.ACTIVATION if work is Work.FORWARD else Payload.GRADIENT
+            send = Send(payload, stage, microbatch, receiver)
+            rows[sender].append(send)
+            _insert(rows[receiver], Receive(payload, send.target, microbatch, sender), ahead)
+        latest[place] = next(left[place])
+        rows[place].append(latest[place])
     return tuple(map(tuple, rows))
-
-
-def _peer(schedule: Schedule, action: Action) -> int | None:
-    """Return the rank that waits for the action's result; None if there is none, or it is the same rank."""
-    if action.work is Work.WEIGHT:
-        return None
-    stage = action.stage + (1 if action.work is Work.FORWARD else -1)
-    if not 0 <= stage < schedule.stages or schedule.placement[stage] == schedule.placement[action.stage]:
-        return None
-    return schedule.placement[stage]
 
 
 def _insert(row: list[Step], receive: Receive, ahead: int) -> None:

@@ -1,21 +1,44 @@
 """The CommonOrder of a step: the actions and messages of all ranks along a pipeline as one list.
 
-`shoal.plan.schedules.transfers` puts all actions and messages in one order, in which nothing comes before
-what it waits for. A player that goes through that order never has to come back to a rank, so it takes a
-fraction of a microsecond for each action. It gives the times that the event engine gives, and notes nothing;
-a test compares the two.
+All actions and messages stand in the order of their times if every piece of work takes one unit: an action at
+its start, a message at the stop of the action that makes it. So nothing comes before what it waits for. The
+runtime takes each rank's sends and receives from this order (`transfers`), and a simulation that goes through
+it never has to come back to a rank (`play_in_order`).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
-from shoal.plan.schedules import Schedule, Times, Work, make, numbered, play
-from shoal.simulate.course import NO_MESSAGE, Slot
+from shoal.plan.schedules.action import Work
+from shoal.plan.schedules.kinds import make
+from shoal.plan.schedules.play import Times, numbered, play
+from shoal.plan.schedules.precedence import awaited_actions
+from shoal.plan.schedules.schedule import Schedule
 
-__all__ = ["CommonOrder", "Entry", "Sent", "common_order_of", "made_order"]
+__all__ = ["NO_MESSAGE", "CommonOrder", "Entry", "Sent", "Slot", "common_order_of", "made_order"]
+
+NO_MESSAGE = -1
+
+
+class Slot(NamedTuple):
+    """Actions of a stage that take equally long.
+
+    Attributes:
+        work: Kind of the work.
+        stage: Number of the stage.
+        is_first: Whether it is the stage's first forward of a step.
+        is_last: Whether it is the last action that adds to the gradients of the stage's weights.
+    """
+
+    work: Work
+    stage: int
+    is_first: bool
+    is_last: bool
 
 
 Sent = tuple[int, int, int, int, bool]
@@ -44,6 +67,11 @@ class CommonOrder:
     slots: Sequence[Slot]
     entries: Sequence[Entry]
     pairs: Sequence[tuple[int, int]]
+
+    @cached_property
+    def numbers(self) -> Counter[int]:
+        """By slot, how many actions of a step have it."""
+        return Counter(entry[1] for entry in self.entries)
 
     @cached_property
     def rounds(self) -> Sequence[Sequence[tuple[int, int]]] | None:
@@ -98,7 +126,7 @@ class _Making:
         rows, slots, latest, since = self._rows, self._slots, self._latest, self._since
         coming, entries = self._coming, self.entries
         count = self._schedule.microbatches
-        awaited, receivers = _awaited(self._schedule), _receivers(self._schedule)
+        awaited, receivers = awaited_actions(self._schedule.stages, count), _receivers(self._schedule)
         takes_two = [slot.work is Work.BACKWARD for slot in self.slots]
         done = bytearray(len(awaited))
         positions, lengths = [0] * len(rows), [len(row) for row in rows]
@@ -150,18 +178,6 @@ class _Making:
         since[place].append(receiver)
         if not is_early:
             since[receiver].append(place)
-
-
-def _awaited(schedule: Schedule) -> list[int]:
-    """Return, by action, the number of the one that it waits for; below 0 for none."""
-    count = schedule.microbatches
-    size = schedule.stages * count
-    return [
-        *range(-count, size - count),
-        *range(size + count, 2 * size),
-        *range(size - count, size),
-        *range(size, 2 * size),
-    ]
 
 
 def _receivers(schedule: Schedule) -> list[int]:
