@@ -19,7 +19,8 @@ LIMIT = 400  # seconds
 
 SERVES = """
 from torch._C._distributed_c10d import TCPStore
-from shoal.launch.agent import open_store, own_address
+from shoal.launch.agent import own_address
+from shoal.launch.launcher import open_store
 from shoal.listener import listen, loopback
 from shoal.record.destinations.prometheus import PrometheusLogger, parse_address
 assert loopback() == own_address() == "::1"

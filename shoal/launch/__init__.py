@@ -6,7 +6,7 @@ stop), Nursery (the process that ranks are forked from), Meeting (the hosts of a
 `lead` or `follow` on each of several hosts; the trainer's processes call `join` and `run_rank`.
 """
 
-from shoal.launch.agent import ALONE, open_store, ranks_here
+from shoal.launch.agent import ALONE, ranks_here
 from shoal.launch.devices import choose_device, reports_failures
 from shoal.launch.drain import ask_to_leave
 from shoal.launch.elastic import Elasticity, launch_elastic
@@ -14,7 +14,7 @@ from shoal.launch.ended import Ended
 from shoal.launch.follow import follow
 from shoal.launch.hosts import Meeting, lead, open_meeting
 from shoal.launch.kernel import process_age
-from shoal.launch.launcher import TERMINAL, launch, launch_on_node
+from shoal.launch.launcher import TERMINAL, launch, launch_on_node, open_store
 from shoal.launch.membership import PEER, Membership
 from shoal.launch.memory_files import MANIFEST, Held, Peer, held_in, is_there
 from shoal.launch.messages import NOW, PING, Here, Task, from_line, to_line

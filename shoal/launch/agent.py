@@ -18,21 +18,20 @@ from pathlib import Path
 from typing import final
 
 import torch
-from torch._C._distributed_c10d import TCPStore
 
 from shoal.collectives.secret_file import SECRET_FILE
 from shoal.errors import ConfigError, ShoalError
-from shoal.launch.launcher import launch_on_node
+from shoal.launch.launcher import launch_on_node, open_store
 from shoal.launch.messages import NOW, Here, Task, from_line, to_line
 from shoal.launch.node import Node
 from shoal.launch.nursery import open_nursery
 from shoal.launch.output import pass_on
-from shoal.listener import listen, loopback
+from shoal.listener import loopback
 from shoal.release import release
 from shoal.scratch import scratch_folder
 from shoal.signals import take_signals
 
-__all__ = ["ALONE", "main", "open_store", "own_address", "ranks_here"]
+__all__ = ["ALONE", "main", "own_address", "ranks_here"]
 
 
 ALONE = 10.0
@@ -88,34 +87,6 @@ def own_address() -> str:
                 trial.bind(address)  # a name may have addresses that the machine lacks, as where only IPv6 is
                 return str(address[0])
     return loopback()
-
-
-def open_store(address: str, port: int) -> TCPStore:
-    """Open the store in which all ranks meet, on one address of this machine.
-
-    Args:
-        address: The address; empty for all of this machine.
-        port: The port; 0 for any that is free.
-
-    Raises:
-        ConfigError: It cannot listen there.
-    """
-    try:
-        listening = listen(address, port)
-    except OSError as error:
-        raise ConfigError(
-            f"the ranks cannot meet at {address or 'any address'}, port {port}: {error.strerror or error}",
-            possible="an address of the first host, and a port that is free there",
-            change="give another --address or --port",
-        ) from error
-    port = listening.getsockname()[1]
-    return TCPStore(
-        address or loopback(),
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listening.detach(),
-    )
 
 
 def _prepare(task: Task) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore
 
+from shoal.errors import ConfigError
 from shoal.hang import LEDGERS, HangVerdict
 from shoal.launch.ended import Ended
 from shoal.launch.local_ranks import LAUNCHER, LocalRanks, Processes
@@ -36,6 +37,7 @@ __all__ = [
     "launch",
     "launch_on_node",
     "listen_for",
+    "open_store",
     "rank_environments",
     "store_on_loopback",
 ]
@@ -219,16 +221,40 @@ def _give_up(unit: Collection[int], processes: LocalRanks, folder: Path) -> None
     print(f"shoal: {reason}; the others go on, if they can", file=sys.stderr)
 
 
-@contextlib.contextmanager
-def store_on_loopback() -> Iterator[TCPStore]:
-    """Open the store in which the ranks meet, which no other machine can reach.
+def open_store(address: str, port: int) -> TCPStore:
+    """Open the store in which all ranks meet, on one address of this machine.
 
     torch's own server listens on every interface unless it gets a socket.
+
+    Args:
+        address: The address; empty for all of this machine.
+        port: The port; 0 for any that is free.
+
+    Raises:
+        ConfigError: It cannot listen there.
     """
-    address = loopback()
-    listening = listen(address, 0)
-    port: int = listening.getsockname()[1]
-    yield TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
+    try:
+        listening = listen(address, port)
+    except OSError as error:
+        raise ConfigError(
+            f"the ranks cannot meet at {address or 'any address'}, port {port}: {error.strerror or error}",
+            possible="an address of the first host, and a port that is free there",
+            change="give another --address or --port",
+        ) from error
+    port = listening.getsockname()[1]
+    return TCPStore(
+        address or loopback(),
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+
+
+@contextlib.contextmanager
+def store_on_loopback() -> Iterator[TCPStore]:
+    """Open the store in which the ranks meet, which no other machine can reach."""
+    yield open_store(loopback(), 0)
 
 
 def _terminal() -> dict[str, str]:
