@@ -51,8 +51,8 @@ class Joined:
         joined = self._communication(row, is_joined=is_joined)
         if joined is not None:
             name, purpose, group = joined
-            lane, kind = Lane.COMMUNICATION, Kind.COLLECTIVE
-            return Span(row.rank, lane, kind, name, start, seconds, group=group, purpose=purpose)
+            lane, collective = Lane.COMMUNICATION, Kind.COLLECTIVE
+            return Span(row.rank, lane, collective, name, start, seconds, group=group, purpose=purpose)
         kind, name = _work(row)
         return Span(row.rank, Lane.COMPUTE, kind, name, start, seconds)
 
