@@ -17,11 +17,10 @@ from typing import Any, final
 
 from shoal.checkpoint.coordinator import Coordinator
 from shoal.checkpoint.piece import Piece
-from shoal.checkpoint.retain import retain
 from shoal.checkpoint.save import Saver
 from shoal.checkpoint.store_coordinator import StoreCoordinator
 from shoal.collectives.thread_device import on_callers_device
-from shoal.errors import CheckpointError, ShoalError
+from shoal.errors import CheckpointError
 
 __all__ = ["Background", "Ended"]
 
@@ -76,7 +75,7 @@ class Background:
             step: See `save`.
             pieces: Copies of this rank's pieces, which nobody else changes until the save has ended.
             state: See `save`; a copy is made.
-            keep: Number of newest checkpoints that stay, as in `retain`; 0 keeps all.
+            keep: See `Saver.save`.
         """
         assert self._thread is None, "the result of the save before was taken"
         self.give_up_after(math.inf)
@@ -110,15 +109,10 @@ class Background:
         began = time.perf_counter()
         path, failure, warnings = None, None, list[str]()
         try:
-            path = self._saver.save(directory, step, pieces, state, self._coordinator)
+            path = self._saver.save(directory, step, pieces, state, self._coordinator, keep, warnings.append)
         except CheckpointError as error:
             failure = error
         except Exception as error:
             failure = CheckpointError(f"cannot save step {step} in {directory}: {error!r}")
             failure.__cause__ = error
-        if path is not None and keep:
-            try:
-                retain(directory, keep, self._coordinator, warnings.append, self._saver.files, sound=path)
-            except ShoalError as error:
-                warnings.append(str(error))
         self._ended = Ended(step, path, failure, warnings, time.perf_counter() - began)

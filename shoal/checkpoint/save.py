@@ -8,7 +8,8 @@
 3. Rank 0 checks that the pieces cover every tensor exactly once, writes `manifest.json`, syncs it and the
    directory, checks that the claim is still its own, renames the directory to `step-N`, and syncs the parent.
    The rename makes it complete.
-4. Rank 0 deletes an earlier checkpoint of the same step, if there is one.
+4. Rank 0 deletes an earlier checkpoint of the same step, if there is one, and older steps if that is asked
+   (see `retain`).
 
 Where no file system holds all of a checkpoint (`Spread`), the first rank of each host does what rank 0 does
 here, with the manifest of all files, and copies files of another host before step 3.
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, final
@@ -38,9 +39,10 @@ from shoal.checkpoint.directory import checkpoints, delete, free_path, staging_p
 from shoal.checkpoint.files import REAL_FILES, FileSystem, remove_tree, write_file
 from shoal.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, TensorRecord, merge
 from shoal.checkpoint.piece import Piece
+from shoal.checkpoint.retain import retain
 from shoal.checkpoint.shard import Shard, Values, describe, own_values
 from shoal.checkpoint.spread import Spread
-from shoal.errors import CheckpointError
+from shoal.errors import CheckpointError, ShoalError
 from shoal.run.writer import Claiming, Writer
 
 __all__ = ["Part", "Saver", "save"]
@@ -140,6 +142,8 @@ class Saver:
         pieces: Sequence[Piece],
         state: Mapping[str, Any],
         coordinator: Coordinator,
+        keep: int = 0,
+        say: Callable[[str], object] = warnings.warn,
     ) -> Path:
         """Save a checkpoint; all ranks, always the same ones, call this together.
 
@@ -153,6 +157,9 @@ class Saver:
             pieces: The pieces that this rank holds. The pieces of all ranks cover every tensor exactly once.
             state: A JSON object, kept in the manifest; rank 0's is saved.
             coordinator: The ranks.
+            keep: Number of newest checkpoints that stay, as in `retain`; 0 keeps all.
+            say: Called with one line for each fault that costs nothing but space, such as an old checkpoint
+                that cannot be deleted.
 
         Returns:
             The directory of the checkpoint, equal on every rank.
@@ -199,6 +206,11 @@ class Saver:
             with contextlib.suppress(OSError):
                 older = [path for path in checkpoints(directory) if step_of(path) == step and path != target]
                 delete(older, self.files)
+        if keep:
+            try:
+                retain(directory, keep, coordinator, say, self.files, sound=target)
+            except ShoalError as error:
+                say(str(error))
         return target
 
     def _save_spread(

@@ -17,9 +17,9 @@ from shoal.train.config import (
     settings_of,
     table_of,
 )
-from shoal.train.elastic_saves import FOLDER, memory_folder
 from shoal.train.execute import execute
 from shoal.train.held_out import HeldOut
+from shoal.train.host_memory import FOLDER, memory_folder
 from shoal.train.job import (
     Job,
     Resume,

@@ -10,8 +10,8 @@ import torch
 
 from shoal.parallel import Parallel
 from shoal.record import NullRecorder
+from shoal.train.checkpointer import Checkpointer
 from shoal.train.portable import OwnTraining, all_ranks
-from shoal.train.saves import Saves
 
 __all__ = ["BackgroundSaves"]
 
@@ -50,7 +50,8 @@ class BackgroundSaves:
         self._directory = Path(directory)
         self._keep = keep
         ranks = all_ranks()
-        self._saves = Saves(OwnTraining(parallel, optimizer, ranks), self._note, NullRecorder(), ranks)
+        own = OwnTraining(parallel, optimizer, ranks)
+        self._checkpointer = Checkpointer(own, self._note, NullRecorder(), ranks)
         self.newest: Path | None = None
 
     def save(self, *, step: int, **state: Any) -> None:
@@ -65,11 +66,11 @@ class BackgroundSaves:
         Raises:
             CheckpointError: On all ranks: the optimizer has state that a checkpoint cannot hold.
         """
-        self._saves.begin(self._directory, step, state, self._keep)
+        self._checkpointer.begin(self._directory, step, state, keep=self._keep)
 
     def finish(self) -> Path | None:
         """Wait for the last save, warn if it failed, and return the newest checkpoint."""
-        self._saves.finish()
+        self._checkpointer.finish()
         return self.newest
 
     def _note(self, path: Path) -> None:

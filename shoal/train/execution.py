@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 import warnings
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import torch
 from shoal.checkpoint import Coordinator
 from shoal.data import AnyCorpus
 from shoal.errors import CheckpointError, ConfigError, TrainingError
-from shoal.launch import EXIT_STOPPED, PEER, Membership, StopSignal, World
+from shoal.launch import EXIT_STOPPED, Membership, StopSignal, World
 from shoal.parallel.exchange.worker_exchange import WorkerExchange
 from shoal.plan import Plan
 from shoal.record import ClockExchange, Marks, exchange_clocks
@@ -25,10 +24,8 @@ from shoal.train.claim_together import claim_together
 from shoal.train.classes import for_model, prepared
 from shoal.train.compiling import Compiling
 from shoal.train.describe import describe, opening, since_step
-from shoal.train.elastic_saves import FOLDER, MemorySaves
 from shoal.train.first_weights import begin_from
 from shoal.train.held_out import HeldOut, accuracy
-from shoal.train.host_memory import HostMemory
 from shoal.train.host_watch import look_at_host
 from shoal.train.job import Job
 from shoal.train.live import LiveLine, summary
@@ -40,12 +37,10 @@ from shoal.train.rate_change import rate_change_of
 from shoal.train.recording import open_destinations, open_loggers, open_profiling, open_run_recorder
 from shoal.train.result import StepResult
 from shoal.train.roles import Role
-from shoal.train.saving import Saving
+from shoal.train.save_policy import SavePolicy
 from shoal.train.step_memory import MemoryRecord
-from shoal.train.taking_up import go_on
 from shoal.train.time_account import TimeAccount
 from shoal.train.trainer import Trainer
-from shoal.train.uploading import Uploading
 from shoal.train.validation import Validation
 
 __all__ = ["Execution", "Regroup"]
@@ -79,8 +74,6 @@ class Execution:
         self._device = device
         self._coordinator = coordinator
         self._is_stopped = False  # whether a rank asked to stop
-        self._uploading: Uploading | None = None
-        self._is_savable = False  # as far as known: an optimizer has no state before its first step
         self._live = LiveLine(self._config.steps, self._config.record.live)
 
         corpus = self._prepare_data()
@@ -125,22 +118,20 @@ class Execution:
             offload_folder=offload_folder(self._config, job.path),
         )
         self._exchange = self._trainer.exchange
-        # These must stay unchanged when the run goes on, so that each sample is seen once an epoch.
-        self._data = {
-            "fingerprint": corpus.fingerprint,
-            "sequence": self._config.sequence,
-            "seed": self._config.seed,
-        }
-        self._saving = Saving(
+        self._saving = SavePolicy(
             self._trainer,
             self._config.checkpoint,
             self._run.checkpoints,
-            {"data": self._data},
+            {
+                "fingerprint": corpus.fingerprint,
+                "sequence": self._config.sequence,
+                "seed": self._config.seed,
+            },
             self._coordinator,
             self._say,
             lambda: self._time.account,
+            membership,
         )
-        self._in_memory = None if membership is None else self._saves_in_memory()
         self._destinations = open_destinations(record, self._run, world.rank == 0, say)
         self._loggers = open_loggers(self._run, self._destinations, world.rank == 0, say)
         self._compiling = Compiling(self._say)
@@ -150,10 +141,9 @@ class Execution:
         """Train to the last step, or until stopped; return the exit code."""
         try:
             with self._time.part("load"):
-                loaded = self._take_up()
+                self._take_up()
             self._time.loaded(self._trainer.step_count)
             self._looked_at = self._trainer.step_count
-            self._saving.begin(loaded)
             stop.heed()
             self._say(opening(self._job, self._described, self._plan))
             if self._trainer.step_count == self._config.steps:  # all that is left is the last validation
@@ -192,8 +182,7 @@ class Execution:
             self._loggers.close()
             self._profiling.close()
             self._compiling.close()
-            if self._uploading is not None:
-                self._uploading.close()
+            self._saving.close()
             if self._writer is not None:
                 self._writer.close()
             if self._servers is not None:
@@ -202,9 +191,9 @@ class Execution:
 
     def _end(self, stop: StopSignal) -> int:
         """Save after a signal, and return the exit code; raise Regroup if others go on."""
-        if self._in_memory is not None and not are_all_asked(stop, self._coordinator):
+        if self._membership is not None and not are_all_asked(stop, self._coordinator):
             with self._time.part("save"):
-                self._in_memory.save_now()
+                self._saving.save_for_others()
             self._time.leave()
             raise Regroup
         if self._trainer.exchange.leads:
@@ -226,7 +215,7 @@ class Execution:
             return self._compiling.stepped(self._trainer.step_count)
         except TrainingError:
             with contextlib.suppress(CheckpointError):
-                self._trainer.save(self._run.checkpoints, {"data": self._data})
+                self._saving.save_at_end()
             raise
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
@@ -259,14 +248,9 @@ class Execution:
         if self._writer is not None:
             self._writer.require()
         self._is_stopped |= result.stop
-        self._saving.stepped(result.seconds)
-        if self._in_memory is not None and self._membership is not None:
-            self._in_memory.stepped(result.seconds)
+        if self._membership is not None:
             self._membership.step_seconds, self._membership.steps = result.seconds, result.step
-        if not (self._is_savable or result.skipped):
-            self._trainer.saved.require_savable()
-            self._saving.prepare()
-            self._is_savable = True
+        self._saving.stepped(result.seconds, is_made=not result.skipped)
         if not self._is_first:
             return
         self._loggers.log(result.step, result.values())
@@ -293,31 +277,21 @@ class Execution:
         if not self._trainer.exchange.leads:
             return
         with self._time.part("save"):
-            if step == self._config.steps:
-                self._saving.save_at_end()
-            elif not self._saving.save_if_due(before) and self._in_memory is not None:
-                self._in_memory.save_if_due()
+            self._saving.save_if_due(before)
         if self._validation.is_due(before):
             with self._time.part("validation"):
                 self._is_stopped |= not self._validation.make(stop)
 
     def _upload(self, checkpoint: Path) -> None:
         """Copy a checkpoint that is complete to the object store, if there is one."""
-        if self._is_first and self._config.checkpoint.store and checkpoint.parent == self._run.checkpoints:
-            self._uploading = self._uploading or Uploading(self._config.checkpoint, self._say)
-            self._uploading.saved(checkpoint)
+        if self._is_first:
+            self._saving.upload(checkpoint)
 
-    def _take_up(self) -> Path | None:
-        """Load what the job resumes or begins from, if anything, and describe the run as it is now.
-
-        Return the checkpoint that it resumes from.
-        """
-        path = None
+    def _take_up(self) -> None:
+        """Load what the job resumes or begins from, if anything, and describe the run as it is now."""
         resume, init = self._job.resume, self._config.init
         if resume is not None:
-            hosts = None if self._in_memory is None else self._in_memory.hosts
-            beside = [] if self._in_memory is None or hosts is not None else [self._in_memory.directory]
-            path = go_on(self._trainer, resume, self._data, self._coordinator, self._say, beside, hosts)
+            path = self._saving.resume(resume)
             begins = "there is no sound checkpoint: training starts from the beginning"
             self._say(f"goes on from {path}" if path else begins)
             if path and self._is_first:
@@ -330,7 +304,6 @@ class Execution:
         # Only now, so that a configuration that does not fit the run leaves it unchanged.
         if self._is_first:
             self._run.describe(self._resolved())
-        return path
 
     def _resolved(self) -> dict[str, Any]:
         """Return the run's description, with the stages that the model was cut into."""
@@ -341,29 +314,10 @@ class Execution:
         since = since_step(before, now, self._trainer.step_count + 1)
         return {**now, "created": before["created"], "since_step": since}
 
-    def _saves_in_memory(self) -> MemorySaves:
-        folder = os.environ.get(FOLDER)
-        directory = Path(folder) if folder else self._run.checkpoints
-        every = self._config.checkpoint.memory if folder else 0
-        hosts = None
-        if folder and PEER in os.environ and self._membership is not None:
-            hosts = HostMemory(directory, self._coordinator, self._membership.peers())
-        given = {"data": self._data}, self._coordinator, self._say, hosts
-        return MemorySaves(self._trainer, every, directory, self._run.checkpoints, *given)
-
     def save_replica(self, seconds: float) -> None:
-        """Keep the last step's state, if this rank has all of it and is the first of those that stay.
-
-        Args:
-            seconds: Time in which the launcher notes that another rank is lost.
-        """
-        plan = self._trainer.plan
-        is_whole = plan.dp == plan.ranks and plan.shard == "none" and plan.exchange in ("bucketed", "naive")
-        if self._membership is None or self._in_memory is None or not is_whole or not self._is_savable:
-            return
-        if self._membership.leads_next(seconds):
-            with contextlib.suppress(CheckpointError):  # then an older state counts
-                self._in_memory.save_replica()
+        """Keep the last step's state for those that stay; see `SavePolicy.save_replica`."""
+        with contextlib.suppress(CheckpointError):  # then an older state counts
+            self._saving.save_replica(seconds)
 
     @property
     def _plan(self) -> Plan:

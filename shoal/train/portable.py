@@ -120,13 +120,13 @@ class OwnTraining:
         self._coordinator = coordinator
 
     def pieces(self) -> list[Piece]:
-        """See `shoal.train.saves.Source`."""
+        """See `shoal.train.checkpointer.Source`."""
         return pieces_to_save(self._parallel, self._optimizer)
 
     def to_save(
         self, directory: Path, step: int, state: Mapping[str, Any]
     ) -> tuple[list[Piece], dict[str, Any]]:
-        """See `shoal.train.saves.Source`."""
+        """See `shoal.train.checkpointer.Source`."""
         made = enumerate(self._coordinator.all_gather_object(self._parallel.steps.made))
         members = self._parallel.axes.in_step.members
         require_equal_steps({rank: number for rank, number in made if rank in members})

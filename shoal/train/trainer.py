@@ -26,6 +26,7 @@ from shoal.run import Decision
 from shoal.server import Servers
 from shoal.train.arguments import require_arguments
 from shoal.train.buffers import ChangingBuffers
+from shoal.train.checkpointer import Begun, Checkpointer, Told
 from shoal.train.compiling import with_compile
 from shoal.train.config import OptimizerConfig
 from shoal.train.curvature import Curvature
@@ -42,10 +43,9 @@ from shoal.train.passes import Asked, Passes
 from shoal.train.randomness import begin_anew
 from shoal.train.result import StepResult
 from shoal.train.run_record import RunRecord
-from shoal.train.saved import SavedTraining
-from shoal.train.saves import Begun, Extra, Saves, Told
 from shoal.train.served import plan_of_ranks, serve_optimizer, stale_guard_of
 from shoal.train.stepping import Stepping
+from shoal.train.training_state import TrainingState
 from shoal.train.update import Update
 
 __all__ = ["Trainer"]
@@ -103,7 +103,7 @@ class Trainer:
         position: Samples consumed, over all ranks: the state of the data.
         skips: Counts of skipped steps, in total and in a row.
         exchange: How this rank's worker and the others become equal.
-        saved, saves: What its checkpoints hold; its checkpoints, and the one that is saved beside it.
+        state, checkpointer: What its checkpoints hold; what saves them.
 
     Raises:
         PlanError: The Plan does not fit the ranks or the batch.
@@ -184,8 +184,8 @@ class Trainer:
         microbatch = self.plan.microbatch
         replicas = Replicas(self.parallel, compare_replicas)
         laid_out = self.parallel, self.optimizer, self.coordinator, replicas
-        self.saved = SavedTraining(*laid_out, plan=str(self.plan if servers is None else whole), seed=seed)
-        self.saves = Saves(self.saved, self._listeners.saved, self._recorder, self.coordinator)
+        self.state = TrainingState(*laid_out, plan=str(self.plan if servers is None else whole), seed=seed)
+        self.checkpointer = Checkpointer(self.state, self._listeners.saved, self._recorder, self.coordinator)
         inputs = self.parallel, self._loader, self._reader, self._recorder
         self._passes = Passes(*inputs, microbatch=microbatch, workers=workers, device=self._device)
         update = Update(self.parallel, self.optimizer, self.config.clip)
@@ -244,7 +244,7 @@ class Trainer:
             RunError: The directory of the Run holds a run, and no checkpoint of it was loaded.
         """
         self._listeners.begin_step()
-        self.saves.poll()
+        self.checkpointer.poll()
         began = time.perf_counter()
         with self._listeners.measured(self.parallel, self.optimizer, self.step_count + 1):
             made = self._stepping.make(self.step_count, self.position, stop=stop)
@@ -310,7 +310,7 @@ class Trainer:
             self._listeners.validated(self.step_count, values)
         return values
 
-    def save(self, directory: Path | str | None = None, extra: Extra = None) -> Path:
+    def save(self, directory: Path | str | None = None, extra: Mapping[str, Any] | None = None) -> Path:
         """Save a checkpoint of the state into a directory of checkpoints.
 
         Args:
@@ -322,10 +322,15 @@ class Trainer:
             ConfigError: There is neither a directory nor a Run.
         """
         with self._listeners.part("save"):
-            return self.saves.now(*self.to_save(directory, extra))
+            return self.checkpointer.save(*self.to_save(directory, extra))
 
     def save_in_background(
-        self, directory: Path | str | None = None, extra: Extra = None, *, keep: int = 0, told: Told = None
+        self,
+        directory: Path | str | None = None,
+        extra: Mapping[str, Any] | None = None,
+        *,
+        keep: int = 0,
+        told: Told = None,
     ) -> Begun:
         """Begin to save a checkpoint like `save`, and return once the state is copied.
 
@@ -337,14 +342,16 @@ class Trainer:
             told: Called with the end of the save, in place of a warning if it failed.
         """
         with self._listeners.part("save"):
-            return self.saves.begin(*self.to_save(directory, extra), keep, told)
+            return self.checkpointer.begin(*self.to_save(directory, extra), keep=keep, told=told)
 
     def finish_saving(self) -> None:
         """Wait until the save in the background has ended, if there is one."""
-        self.saves.finish()
+        self.checkpointer.finish()
 
-    def to_save(self, directory: Path | str | None, extra: Extra) -> tuple[Path, int, dict[str, Any]]:
-        """Return the arguments of `Saves`, after the last step."""
+    def to_save(
+        self, directory: Path | str | None, extra: Mapping[str, Any] | None
+    ) -> tuple[Path, int, dict[str, Any]]:
+        """Return the arguments of the checkpointer, after the last step."""
         self.settle()
         state = {
             **(extra or {}),
@@ -372,7 +379,7 @@ class Trainer:
         """
         self.settle()
         self.finish_saving()
-        state = self.saved.load(Path(checkpoint))
+        state = self.state.load(Path(checkpoint))
         self.step_count, self.position = state["step"], state["position"]
         self._loader.take(state)
         self.skips.total, self.skips.in_a_row = state["skipped"]
@@ -383,7 +390,7 @@ class Trainer:
 
     def close(self) -> None:
         """Wait for the last save, end processes that prepare data (a step restarts them), close the Run."""
-        self.saves.close(sys.exc_info()[1])
+        self.checkpointer.close(sys.exc_info()[1])
         if self._unsettled is not None and self._unsettled.result.is_finite:
             self.settle()  # otherwise ranks would look for the reason together, and one may be gone
         self._passes.close()

@@ -9,7 +9,7 @@ from shoal.data import Samples
 from shoal.launch import StopSignal
 from shoal.train.config import TrainConfig
 from shoal.train.held_out import accuracy
-from shoal.train.saving import is_due
+from shoal.train.save_policy import is_due
 from shoal.train.trainer import Trainer
 
 __all__ = ["Validation"]

@@ -14,11 +14,11 @@ from shoal.train.portable import load_training, training_to_save
 from shoal.train.randomness import begin_anew, random_state, set_random_state
 from shoal.train.state import optimizer_pieces, pieces_of_replica, pieces_to_save
 
-__all__ = ["SavedTraining"]
+__all__ = ["TrainingState"]
 
 
 @final
-class SavedTraining:
+class TrainingState:
     """Give and load the training of a model by an optimizer; all ranks call it together.
 
     Args:
