@@ -5,7 +5,6 @@ and the run it becomes). The command line calls `check` and `execute`; users wit
 own call the Trainer.
 """
 
-from shoal.train.background_saves import BackgroundSaves
 from shoal.train.classes import with_classes
 from shoal.train.config import (
     CheckpointConfig,
@@ -33,7 +32,7 @@ from shoal.train.job import (
 )
 from shoal.train.learning_rate import learning_rate
 from shoal.train.located import located
-from shoal.train.portable import load, save
+from shoal.train.portable import BackgroundSaves, load, save
 from shoal.train.restore import load_model
 from shoal.train.result import StepResult
 from shoal.train.trainer import Trainer

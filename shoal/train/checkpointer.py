@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
 from shoal.checkpoint import Background, Coordinator, Ended, Piece, Saver, Spread, Staging, coordinator_beside
 from shoal.errors import CheckpointError, CommunicationError
@@ -268,51 +268,39 @@ class Checkpointer:
             CheckpointError: A host has no memory for the files.
         """
         mine = platform.node(), available_memory(), coming, memory_of_steps()[1], copies, files
-        told = self._coordinator.all_gather_object(mine)
-        hosts: dict[str, _Host] = {}
-        for name, free, *taken in told:
-            before = hosts.get(name, _Host(name))
-            hosts[name] = _Host(
-                name,
-                free=before.free if free is None else min(before.free, free),
-                coming=max(before.coming, taken[0]),
-                due=before.due + taken[1],
-                copies=before.copies + taken[2],
-                files=before.files + taken[3],
-            )
-        for each in hosts.values():
+        told: dict[str, list[Any]] = {}
+        for name, *numbers in self._coordinator.all_gather_object(mine):
+            told.setdefault(name, []).append(numbers)
+        hosts = []
+        for name, ranks in told.items():
+            free, comings, due, all_copies, all_files = zip(*ranks, strict=True)
+            least = min((each for each in free if each is not None), default=math.inf)
+            spare = max(0.0, least - max(comings) - sum(due))
+            hosts.append(_Host(name, spare, sum(all_copies), sum(all_files)))
+        for each in hosts:
             if each.files > (1 - _LEFT) * each.spare:
                 raise CheckpointError(
                     f"its files take {format_bytes(each.files)} of the memory of {each.name}, of which "
                     f"{format_bytes(int(each.spare))} is free"
                 )
-        return list(hosts.values())
+        return hosts
 
 
-@dataclass(frozen=True, slots=True)
-class _Host:
+class _Host(NamedTuple):
     """A host's memory, in bytes.
 
     Attributes:
         name: Its name.
-        free: What is free; infinite if the host does not say.
-        coming: What a rank that comes may take of that.
-        due: What the next steps of its ranks may take of that.
+        spare: What saves may take: what is free, less what the next steps and a rank that comes may take;
+            infinite if the host does not say what is free.
         copies: What copies take.
         files: What files of a checkpoint in memory take.
     """
 
     name: str
-    free: float = math.inf
-    coming: int = 0
-    due: int = 0
-    copies: int = 0
-    files: int = 0
-
-    @property
-    def spare(self) -> float:
-        """What saves may take."""
-        return max(0.0, self.free - self.coming - self.due)
+    spare: float
+    copies: int
+    files: int
 
 
 def has_room_for(pieces: Sequence[Piece]) -> bool:

@@ -11,11 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from shoal.checkpoint import (
-    Coordinator,
-    ProcessGroupCoordinator,
-    SingleProcess,
-)
+from shoal.checkpoint import all_ranks
 from shoal.errors import CommunicationError
 from shoal.launch import Membership, StopSignal, World, choose_device, join
 from shoal.parallel import own_device
@@ -47,7 +43,7 @@ def execute(choose: Callable[[], Job], world: World, stop: StopSignal) -> int:
         role = joined_role(world, first_choice) if first_choice.joins else take_role(world, first_choice)
         return serve(role, stop) if role.server is not None else _execute_as_worker(role, stop)
     with _begun(first_choice, world) as device:
-        coordinator: Coordinator = ProcessGroupCoordinator() if dist.is_initialized() else SingleProcess()
+        coordinator = all_ranks()
         try:
             job: Job = coordinator.all_gather_object(first_choice)[0]
             done: str = coordinator.all_gather_object(nothing_left_to_do(job) if world.rank == 0 else "")[0]
@@ -75,7 +71,7 @@ def execute_as_member(job: Job, world: World, stop: StopSignal, membership: Memb
         Regroup: The members change, or this one was asked to leave; the state is saved.
     """
     with _begun(job, world, store, membership.begin) as device:
-        coordinator: Coordinator = ProcessGroupCoordinator() if dist.is_initialized() else SingleProcess()
+        coordinator = all_ranks()
         if done := coordinator.all_gather_object(nothing_left_to_do(job) if world.rank == 0 else "")[0]:
             print(done, file=sys.stderr)
             return 0
@@ -104,7 +100,7 @@ def _execute_as_worker(role: Role, stop: StopSignal) -> int:
         return 0
     name_group(hashlib.sha256(role.token.encode()).hexdigest(), role.first_rank)
     with _begun(role.job, role.world, role.ranks_meet) as device:
-        coordinator: Coordinator = ProcessGroupCoordinator() if dist.is_initialized() else SingleProcess()
+        coordinator = all_ranks()
         try:
             return Execution(role.job, role.world, device, coordinator, role).run(stop)
         finally:

@@ -70,20 +70,24 @@ class _Place:
         directory: The directory of checkpoints.
         keep: Number of newest checkpoints that stay there; 0 if others than the policy see to that.
         copies: How often the memory of hosts holds each byte of a checkpoint; 0 on disk.
+        is_automatic: Whether the interval is chosen by what saves cost.
         interval: Steps between two saves; 0 for none.
         saved_at: The step of the last save, or at which the run began.
+        begun: Number of saves.
         newest: The newest checkpoint that is complete, and its step.
         stalls: Seconds for which training waited, of each save.
         behind: Seconds that the last save beside the training took.
         failed: Number of saves that failed.
-        is_failing: Whether the last one failed.
+        is_failing: Whether the last save failed.
     """
 
     directory: Path
     keep: int
     copies: int
+    is_automatic: bool
     interval: int
-    saved_at: float
+    saved_at: float = 0
+    begun: int = 0
     newest: tuple[int, Path] | None = None
     stalls: list[float] = field(default_factory=list)
     behind: float = 0.0
@@ -128,9 +132,11 @@ class SavePolicy:
         self._membership = membership
         self._is_savable = False  # as far as known: an optimizer has no state before its first step
         self._steps: deque[float] = deque(maxlen=_LAST_STEPS)
-        self._begun = self._told_interval = 0
+        self._told_interval = 0
         every = _FIRST if config.every == "auto" else config.every
-        self._disk = _Place(directory, config.keep, copies=0, interval=every, saved_at=0)
+        self._disk = _Place(
+            directory, keep=config.keep, copies=0, is_automatic=config.every == "auto", interval=every
+        )
         self._uploads: Uploads | None = None
         self._hosts: HostMemory | None = None
         self._memory: _Place | None = None
@@ -141,9 +147,10 @@ class SavePolicy:
 
     def _place_in_memory(self, folder: Path, membership: Membership) -> _Place:
         """Return the place in the hosts' memory: a rank that comes needs the room of older checkpoints."""
+        is_automatic = self._config.memory == "auto"
         every = 1 if self._config.memory == "auto" else self._config.memory
-        since = -math.inf  # the first step is saved
-        place = _Place(folder, keep=1, copies=1, interval=every, saved_at=since)
+        place = _Place(folder, keep=1, copies=1, is_automatic=is_automatic, interval=every)
+        place.saved_at = -math.inf  # the first step is saved
         if PEER in os.environ:
             self._hosts = HostMemory(folder, self._coordinator, membership.peers())
             self._trainer.state.spread = self._hosts
@@ -162,8 +169,7 @@ class SavePolicy:
         if self._is_savable or not is_made:
             return
         self._trainer.state.require_savable()
-        every = self._config.every
-        is_periodic = every == "auto" or 0 < every < self._trainer.steps
+        is_periodic = self._disk.is_automatic or 0 < self._disk.interval < self._trainer.steps
         if is_periodic and self._is_beside and self._trainer.exchange.leads:
             self._trainer.checkpointer.prepare()
         self._is_savable = True
@@ -177,18 +183,12 @@ class SavePolicy:
         Raises:
             CheckpointError: At the end: it could not be written.
         """
-        step, disk, memory = self._trainer.step_count, self._disk, self._memory
-        if step == self._trainer.steps:
+        if self._trainer.step_count == self._trainer.steps:
             self.save_at_end()
-        elif (
-            step - disk.saved_at >= disk.interval
-            if self._config.every == "auto"
-            else is_due(before, step, disk.interval)
-        ):
-            self._begun += 1
-            self._save(disk)
-        elif memory is not None and memory.interval and step - memory.saved_at >= memory.interval:
-            self._save(memory)
+        elif self._is_due(self._disk, before):
+            self._save(self._disk)
+        elif self._memory is not None and self._is_due(self._memory, before):
+            self._save(self._memory)
 
     def save_at_end(self) -> Path:
         """Save while nothing else goes on, once the save before has ended; return the step's checkpoint.
@@ -274,21 +274,28 @@ class SavePolicy:
 
     def summary(self) -> str:
         """Return what became of the checkpoints during the training; "" if there were none."""
-        if not self._begun:
+        disk = self._disk
+        if not disk.begun:
             return ""
-        stalls = self._disk.stalls
-        longest, stalled = (format_seconds(each) for each in (max(stalls, default=0), sum(stalls)))
-        failed = f"; {self._disk.failed} failed" if self._disk.failed else ""
-        return f"{self._begun} during training, which waited {stalled} in all, {longest} at most{failed}"
+        longest, stalled = format_seconds(max(disk.stalls, default=0)), format_seconds(sum(disk.stalls))
+        failed = f"; {disk.failed} failed" if disk.failed else ""
+        return f"{disk.begun} during training, which waited {stalled} in all, {longest} at most{failed}"
 
     @property
     def _extra(self) -> dict[str, Any]:
         """A JSON object to keep with each checkpoint."""
         return {"data": self._data}
 
+    def _is_due(self, place: _Place, before: int) -> bool:
+        step = self._trainer.step_count
+        if place is self._disk and not place.is_automatic:
+            return is_due(before, step, place.interval)
+        return 0 < place.interval <= step - place.saved_at
+
     def _save(self, place: _Place) -> None:
         """Save, beside the training if that is possible, and choose when to save next."""
         place.saved_at = step = self._trainer.step_count
+        place.begun += 1
         began = time.perf_counter()
         try:
             if self._is_beside or place is self._memory:
@@ -298,14 +305,13 @@ class SavePolicy:
                 stalled = time.perf_counter() - began
         except CheckpointError as error:
             self._note_failure(place, step, error)
-            if place is self._memory and self._config.memory == "auto":
+            if place is self._memory and place.is_automatic:
                 place.interval = max(place.interval, _WITHOUT_ROOM)
             return
         place.stalls.append(stalled)
-        if place is self._memory:
-            self._choose_interval_in_memory(place)
-        else:
-            self._choose_interval(place)
+        if place.is_automatic:
+            choose = self._choose_interval_in_memory if place is self._memory else self._choose_interval
+            choose(place)
 
     def _begin(self, place: _Place) -> float:
         """Begin to save beside the training; return the seconds for which it waited."""
@@ -357,8 +363,6 @@ class SavePolicy:
 
     def _choose_interval(self, disk: _Place) -> None:
         """Choose the steps until the next save on disk, alike on all ranks."""
-        if self._config.every != "auto":
-            return
         account = self._account()
         seen = (0, 0.0) if account is None else (account.failures, account.running)
         stalled, step, behind, failures, running = self._measured(disk, *seen)
@@ -383,8 +387,6 @@ class SavePolicy:
         Saves take 0.5 % of the time of steps: that for which steps wait, and on a CPU, where both share the
         cores, also that beside the steps.
         """
-        if self._config.memory != "auto":
-            return
         stalled, step, behind = self._measured(memory)
         costs = stalled + behind if self._trainer.parallel.device.type == "cpu" else stalled
         memory.interval = max(1, math.ceil(max(costs / _SHARE, behind) / step))

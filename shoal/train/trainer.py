@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from shoal.checkpoint import Coordinator, ProcessGroupCoordinator, SingleProcess
+from shoal.checkpoint import Coordinator, all_ranks
 from shoal.collectives import keep_freed_memory
 from shoal.data import Loader, are_packed, as_samples
 from shoal.models import Transformer
@@ -225,7 +224,7 @@ class Trainer:
     @property
     def coordinator(self) -> Coordinator:
         """All ranks, as checkpoints need them."""
-        return ProcessGroupCoordinator() if dist.is_initialized() else SingleProcess()
+        return all_ranks()
 
     def step(self, *, stop: Asked = False) -> StepResult:
         """Make one optimizer step, or skip it if its loss or its gradient is not finite.
