@@ -41,11 +41,11 @@ from shoal.checkpoint import (
     read_together,
     verify,
 )
-from shoal.parallel import parallelize
+from shoal.parallel import Replicas, parallelize
 from shoal.record import NullRecorder
 from shoal.testing import RankPool
-from shoal.train.saved import SavedTraining
-from shoal.train.saves import Saves
+from shoal.train.checkpointer import Checkpointer
+from shoal.train.training_state import TrainingState
 
 __all__ = ["main"]
 
@@ -90,9 +90,10 @@ class State:
         held = [state for state in optimizer.state.values() for state in state.values()]
         self.bytes = RANKS * sum(local(each).nbytes for each in (*self.parallel.parameters(), *held))
         self.ranks = ProcessGroupCoordinator()
-        saved = SavedTraining(self.parallel, optimizer, self.ranks, plan="benchmark", seed=0)
-        self.saves = Saves(saved, lambda path: None, NullRecorder(), self.ranks)
-        self.saved, self.saver = saved, Saver()
+        replicas = Replicas(self.parallel, 0)
+        self.state = TrainingState(self.parallel, optimizer, self.ranks, replicas, plan="benchmark", seed=0)
+        self.checkpointer = Checkpointer(self.state, lambda path: None, NullRecorder(), self.ranks)
+        self.saver = Saver()
         names = {parameter: name for name, parameter in self.parallel.named_parameters()}
         self.tensors: dict[str, Any] = {"model": dict(self.parallel.named_parameters())}
         for key in ("exp_avg", "exp_avg_sq"):
@@ -109,7 +110,7 @@ class State:
 
     def read(self, way: str) -> Took:
         """Load once, in one way, with an empty cache."""
-        self.wanted = self.saved.pieces()
+        self.wanted = self.state.pieces()
         forget_cache()
         return timed(lambda began: getattr(self, READS[way])(began))
 
@@ -122,19 +123,19 @@ class State:
         return time.perf_counter() - began
 
     def save(self, began: float) -> float:
-        self.saves.now(self.folder, self.step, {})
+        self.checkpointer.save(self.folder, self.step, {})
         return time.perf_counter() - began
 
     def save_buffered(self, began: float) -> float:
-        pieces, kept = self.saved.to_save(self.folder, self.step, {})
+        pieces, kept = self.state.to_save(self.folder, self.step, {})
         self.saver.save(self.folder, self.step, pieces, kept, self.ranks)
         return time.perf_counter() - began
 
     def save_behind(self, began: float) -> float:
-        begun = self.saves.begin(self.folder, self.step, {})
+        begun = self.checkpointer.begin(self.folder, self.step, {})
         assert not begun.in_step, begun.in_step
         stall = time.perf_counter() - began
-        self.saves.finish()
+        self.checkpointer.finish()
         return stall
 
     def dcp_save(self, began: float) -> float:

@@ -177,7 +177,7 @@ def strike_in_backward(module: Any, inputs: Any, output: Any) -> None:
 if PHASE == "start" and KIND != "corrupt" and is_struck():
     strike()
 if PHASE == "load" and is_struck():
-    loading = import_module("shoal.checkpoint.load_verified")
+    loading = import_module("shoal.checkpoint.load")
     around(loading, "_read_and_verify", corrupt_to_read if KIND == "corrupt" else strike_once)
 
 

@@ -7,30 +7,34 @@ Background (saves beside the training), Store (a run in an object store). The tr
 `shoal checkpoint` lists, verifies, compares and copies.
 """
 
-from shoal.checkpoint.background import Background, Ended
 from shoal.checkpoint.compare import Difference, compare
-from shoal.checkpoint.coordinator import Coordinator, ProcessGroupCoordinator, SingleProcess, attempt_together
+from shoal.checkpoint.coordinator import (
+    Coordinator,
+    ProcessGroupCoordinator,
+    SingleProcess,
+    Spread,
+    StoreCoordinator,
+    all_ranks,
+    attempt_together,
+    coordinator_beside,
+)
 from shoal.checkpoint.directory import checkpoints, free_path, resolve, staging_path, step_of
 from shoal.checkpoint.files import REAL_FILES, FileSystem, RealFiles
-from shoal.checkpoint.load import load
-from shoal.checkpoint.load_verified import load_verified
+from shoal.checkpoint.load import load, load_verified
 from shoal.checkpoint.manifest import FileRecord, Manifest, StoredPiece, TensorRecord, read_manifest
 from shoal.checkpoint.mapped_file import make_mapped_file
-from shoal.checkpoint.piece import Piece
-from shoal.checkpoint.region import Region
-from shoal.checkpoint.retain import retain
-from shoal.checkpoint.save import Saver, save
+from shoal.checkpoint.region import Piece, Region
+from shoal.checkpoint.save import Background, Ended, Saver, save
 from shoal.checkpoint.shard import dtype_named
-from shoal.checkpoint.spread import Spread
 from shoal.checkpoint.staging import Staging
 from shoal.checkpoint.store import Store, is_url
-from shoal.checkpoint.store_coordinator import StoreCoordinator, coordinator_beside
 from shoal.checkpoint.verify import (
     check_sizes,
     latest,
     newest_sound,
     newest_verified,
     read_together,
+    retain,
     verify,
 )
 
@@ -55,6 +59,7 @@ __all__ = [
     "StoreCoordinator",
     "StoredPiece",
     "TensorRecord",
+    "all_ranks",
     "attempt_together",
     "check_sizes",
     "checkpoints",

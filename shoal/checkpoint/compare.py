@@ -11,7 +11,7 @@ import torch
 from shoal.checkpoint.coordinator import SingleProcess
 from shoal.checkpoint.load import load
 from shoal.checkpoint.manifest import TensorRecord, read_manifest
-from shoal.checkpoint.piece import Piece
+from shoal.checkpoint.region import Piece
 from shoal.checkpoint.shard import dtype_named
 
 __all__ = ["Difference", "compare"]

@@ -32,8 +32,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint.coverage import check_coverage
-from shoal.checkpoint.region import Region
+from shoal.checkpoint.region import Region, check_coverage
 from shoal.errors import CheckpointError, CorruptCheckpointError
 from shoal.limits import DIMS, MANIFEST, is_inside, read_regular, strict_json_of
 

@@ -1,21 +1,28 @@
-"""Regions: blocks of a tensor, and the overlaps of intervals of flattened regions.
+"""Pieces of tensors, the regions that they lie in, their overlaps, and whether they cover a tensor.
 
-Tensor and expert parallelism cut a tensor along dims. Data parallelism flattens the part that is left, and
-cuts it at any element. Blocks undo both: an interval of a flattened region consists of few blocks of the
-tensor, each block is consecutive in the interval, and the overlap of two blocks is a block.
+Tensor and expert parallelism cut a tensor along dims: what is left on a rank is a region. Data parallelism
+flattens the region, and cuts it at any element: what is left is a piece, an interval of a flattened region.
+Blocks undo both: a piece consists of few blocks of the tensor, each block is consecutive in the piece, and
+the overlap of two blocks is a block.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
 from shoal.errors import CheckpointError
 
-__all__ = ["Region", "Run", "overlaps", "runs"]
+__all__ = ["Piece", "Region", "Run", "check_coverage", "overlaps", "runs"]
+
+_Span = tuple[int, int]
+_Range = tuple[int, int]
+_Block = tuple[_Range, ...]
+"""First index, and one past the last index, along each dim."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +92,65 @@ class Region:
         offset = tuple(map(max, self.offset, other.offset))
         shape = tuple(end - first for first, end in zip(offset, map(min, self.end, other.end), strict=True))
         return Region(offset, shape) if all(length > 0 for length in shape) else None
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """The half-open interval [start, stop) of a global tensor, or of a region of it, flattened row by row.
+
+    The region is the part of a tensor that tensor or expert parallelism leaves on this rank. The interval is
+    the part of the region that data parallelism leaves: all of it, some rows, or any elements of a flat
+    bucket.
+
+    Args:
+        name: Name of the global tensor, such as "model/blocks.0.attention.query.weight".
+        shape: Shape of the global tensor; `()` for a scalar.
+        start: The first element that this rank holds, counted in the region.
+        stop: One past the last element that it holds.
+        tensor: The `stop - start` elements, contiguous, of any shape and on any device. Saving reads it,
+            loading fills it.
+        region: The block of the tensor that this rank holds a part of; None: all of the tensor.
+        is_constant: Whether training leaves it as it is, so that it is stored apart and mostly written once.
+
+    Raises:
+        CheckpointError: The interval or the region is not inside the shape, or `tensor` is not its elements.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    tensor: torch.Tensor
+    region: Region | None = None
+    is_constant: bool = False
+
+    def __post_init__(self) -> None:
+        if self.region is not None and not self.region.is_inside(self.shape):
+            raise CheckpointError(
+                f"region {self.region} of {self.name!r} is not inside its shape {list(self.shape)}"
+            )
+        size = self.block.elements
+        if not 0 <= self.start <= self.stop <= size:
+            raise CheckpointError(
+                f"piece [{self.start}, {self.stop}) of {self.name!r} is not inside its {size} elements"
+            )
+        if self.tensor.numel() != self.stop - self.start:
+            raise CheckpointError(
+                f"piece [{self.start}, {self.stop}) of {self.name!r} "
+                f"comes with a tensor of {self.tensor.numel()} elements"
+            )
+        if not self.tensor.is_contiguous():
+            raise CheckpointError(f"the tensor of a piece of {self.name!r} is not contiguous")
+
+    @property
+    def block(self) -> Region:
+        """Return the region; without one, all of the tensor."""
+        return Region.whole(self.shape) if self.region is None else self.region
+
+    @classmethod
+    def whole(cls, name: str, tensor: torch.Tensor) -> Piece:
+        """Return the piece that is the whole of `tensor`."""
+        return cls(name, tuple(tensor.shape), 0, tensor.numel(), tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,3 +256,85 @@ def _within_row(shape: tuple[int, ...], index: int, start: int, stop: int) -> It
     before = index * math.prod(shape[1:])
     for first, block in _blocks(shape[1:], start - before, stop - before):
         yield before + first, Region((index, *block.offset), (1, *block.shape))
+
+
+def check_coverage(name: str, shape: Sequence[int], pieces: Iterable[tuple[Region, int, int]]) -> None:
+    """Check that the pieces of a tensor hold each of its elements exactly once.
+
+    Intervals of the same region are joined first. Regions are compared only if a tensor has several. So the
+    check is small, however many shards there are.
+
+    Args:
+        name: Name of the tensor.
+        shape: Shape of the tensor.
+        pieces: Regions, with the interval [start, stop) of each, flattened.
+
+    Raises:
+        CheckpointError: They do not; the message names the tensor and the first fault.
+    """
+    whole = Region.whole(shape)
+    intervals: dict[Region, list[_Span]] = {}
+    for region, start, stop in pieces:
+        if not (region.is_inside(shape) and 0 <= start <= stop <= region.elements):
+            raise CheckpointError(f"elements [{start}, {stop}) of block {region} are not in tensor {name!r}")
+        intervals.setdefault(region, []).append((start, stop))
+    if not intervals.keys() - {whole}:
+        _check_joined(name, math.prod(shape), _join(name, intervals.get(whole, []), ""))
+        return
+    blocks = [
+        tuple(zip(run.block.offset, run.block.end, strict=True))
+        for region, spans in intervals.items()
+        for start, stop in _join(name, spans, f"block {region} of ")
+        for run in runs(region, start, stop)
+    ]
+    fault = _first_fault(shape, blocks)
+    if fault is not None:
+        block, count = fault
+        place = ",".join(f"{first}:{last}" for first, last in block)
+        how_many = "no piece" if count == 0 else "two pieces" if count == 2 else f"{count} pieces"
+        raise CheckpointError(f"block [{place}] of tensor {name!r} is in {how_many}")
+
+
+def _join(name: str, spans: Iterable[_Span], where: str) -> list[_Span]:
+    """Join adjacent intervals."""
+    joined: list[_Span] = []
+    for start, stop in sorted(span for span in spans if span[0] < span[1]):
+        reached = joined[-1][1] if joined else 0
+        if start < reached:
+            raise CheckpointError(
+                f"elements [{start}, {min(stop, reached)}) of {where}tensor {name!r} are in two pieces"
+            )
+        if joined and start == reached:
+            joined[-1] = (joined[-1][0], stop)
+        else:
+            joined.append((start, stop))
+    return joined
+
+
+def _check_joined(name: str, elements: int, spans: Sequence[_Span]) -> None:
+    reached = 0
+    for start, stop in (*spans, (elements, elements)):
+        if start != reached:
+            raise CheckpointError(f"elements [{reached}, {start}) of tensor {name!r} are in no piece")
+        reached = stop
+
+
+def _first_fault(shape: Sequence[int], blocks: Sequence[_Block]) -> tuple[_Block, int] | None:
+    """Return the first part of a tensor that is not in exactly one block, and the number of its blocks.
+
+    The tensor is cut into slabs where a block begins or ends along the first dim. Each slab is a tensor with
+    one dim less, and belongs to the blocks that extend across it.
+    """
+    if not shape:
+        return None if len(blocks) == 1 else ((), len(blocks))
+    cuts = sorted({0, shape[0], *(edge for block in blocks for edge in block[0])})
+    waiting = sorted(blocks, key=lambda block: block[0], reverse=True)
+    across: list[_Block] = []
+    for first, last in pairwise(cuts):
+        across = [block for block in across if block[0][1] > first]
+        while waiting and waiting[-1][0][0] == first:
+            across.append(waiting.pop())
+        fault = _first_fault(shape[1:], [block[1:] for block in across])
+        if fault is not None:
+            return ((first, last), *fault[0]), fault[1]
+    return None

@@ -8,7 +8,8 @@
 3. Rank 0 checks that the pieces cover every tensor exactly once, writes `manifest.json`, syncs it and the
    directory, checks that the claim is still its own, renames the directory to `step-N`, and syncs the parent.
    The rename makes it complete.
-4. Rank 0 deletes an earlier checkpoint of the same step, if there is one.
+4. Rank 0 deletes an earlier checkpoint of the same step, if there is one, and older steps if that is asked
+   (see `retain`).
 
 Where no file system holds all of a checkpoint (`Spread`), the first rank of each host does what rank 0 does
 here, with the manifest of all files, and copies files of another host before step 3.
@@ -21,29 +22,35 @@ when the checkpoint that it was made from is deleted.
 from __future__ import annotations
 
 import contextlib
+import copy
+import math
+import threading
+import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, final
 
-from shoal.checkpoint.chunks import Chunks
 from shoal.checkpoint.coordinator import (
     Coordinator,
+    Spread,
+    StoreCoordinator,
     attempt_for_rank_zero,
     attempt_on_rank_zero,
     attempt_together,
 )
 from shoal.checkpoint.directory import checkpoints, delete, free_path, staging_path, step_of, sweep
-from shoal.checkpoint.files import REAL_FILES, FileSystem, remove_tree, write_file
+from shoal.checkpoint.files import REAL_FILES, Chunks, FileSystem, remove_tree, write_file
 from shoal.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, TensorRecord, merge
-from shoal.checkpoint.piece import Piece
+from shoal.checkpoint.region import Piece
 from shoal.checkpoint.shard import Shard, Values, describe, own_values
-from shoal.checkpoint.spread import Spread
-from shoal.errors import CheckpointError
+from shoal.checkpoint.verify import retain
+from shoal.collectives.thread_device import on_callers_device
+from shoal.errors import CheckpointError, ShoalError
 from shoal.run.writer import Claiming, Writer
 
-__all__ = ["Part", "Saver", "save"]
+__all__ = ["Background", "Ended", "Part", "Saver", "commit", "save"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +147,8 @@ class Saver:
         pieces: Sequence[Piece],
         state: Mapping[str, Any],
         coordinator: Coordinator,
+        keep: int = 0,
+        say: Callable[[str], object] = warnings.warn,
     ) -> Path:
         """Save a checkpoint; all ranks, always the same ones, call this together.
 
@@ -153,6 +162,9 @@ class Saver:
             pieces: The pieces that this rank holds. The pieces of all ranks cover every tensor exactly once.
             state: A JSON object, kept in the manifest; rank 0's is saved.
             coordinator: The ranks.
+            keep: Number of newest checkpoints that stay, as in `retain`; 0 keeps all.
+            say: Called with one line for each fault that costs nothing but space, such as an old checkpoint
+                that cannot be deleted.
 
         Returns:
             The directory of the checkpoint, equal on every rank.
@@ -199,6 +211,11 @@ class Saver:
             with contextlib.suppress(OSError):
                 older = [path for path in checkpoints(directory) if step_of(path) == step and path != target]
                 delete(older, self.files)
+        if keep:
+            try:
+                retain(directory, keep, coordinator, say, self.files, sound=target)
+            except ShoalError as error:
+                say(str(error))
         return target
 
     def _save_spread(
@@ -326,15 +343,128 @@ class Saver:
         return Manifest(step, files, self._merged, state)
 
     def _commit(self, staging: Path, manifest: Manifest) -> Path:
-        write_file(staging / MANIFEST_NAME, iter([memoryview(manifest.to_json())]), self.files)
-        self.files.sync_directory(staging)
-        target = free_path(staging.parent, manifest.step)
         writer = self._claiming[staging.parent].made
         assert writer is not None
-        writer.require_newest()
-        self.files.rename(staging, target)
-        self.files.sync_directory(target.parent)
-        return target
+        return commit(staging, manifest.to_json(), manifest.step, writer, self.files)
+
+
+def commit(staging: Path, manifest: bytes, step: int, writer: Writer, files: FileSystem = REAL_FILES) -> Path:
+    """Complete a checkpoint, whose other files are on the disk; return its directory.
+
+    Args:
+        staging: Where it was written.
+        manifest: The bytes of its manifest.
+        step: Its step.
+        writer: The claim on the directory of checkpoints.
+        files: The FileSystem to write to.
+
+    Raises:
+        RunError: Another process has claimed the directory since.
+        OSError: The disk is full, or fails otherwise.
+    """
+    write_file(staging / MANIFEST_NAME, iter([memoryview(manifest)]), files)
+    files.sync_directory(staging)
+    target = free_path(staging.parent, step)
+    writer.require_newest()
+    files.rename(staging, target)
+    files.sync_directory(target.parent)
+    return target
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A save that has ended.
+
+    Attributes:
+        step: The step that was saved.
+        path: The checkpoint, complete; None if it could not be saved.
+        error: Why it could not be saved; None if it was.
+        warnings: One line for each fault that cost nothing but space, such as an old checkpoint that could
+            not be deleted.
+        seconds: Seconds from the copy to the end.
+    """
+
+    step: int
+    path: Path | None
+    error: CheckpointError | None
+    warnings: Sequence[str]
+    seconds: float
+
+
+@final
+class Background:
+    """Save checkpoints in a thread beside the training, one at a time; all ranks call `begin` together.
+
+    The training's thread calls all methods here. Between `begin` and the end of the save the thread of the
+    save owns the copies of the pieces, the Saver and the Coordinator; the training touches none of them.
+
+    Args:
+        saver: Saves them.
+        coordinator: The ranks, for this alone: no other thread uses it.
+    """
+
+    def __init__(self, saver: Saver, coordinator: Coordinator) -> None:
+        self._saver = saver
+        self._coordinator = coordinator
+        self._thread: threading.Thread | None = None
+        self._ended: Ended | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save goes on."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def begin(
+        self, directory: Path, step: int, pieces: Sequence[Piece], state: Mapping[str, Any], keep: int = 0
+    ) -> None:
+        """Begin to save a checkpoint, when the one before has ended.
+
+        Args:
+            directory: See `save`.
+            step: See `save`.
+            pieces: Copies of this rank's pieces, which nobody else changes until the save has ended.
+            state: See `save`; a copy is made.
+            keep: See `Saver.save`.
+        """
+        assert self._thread is None, "the result of the save before was taken"
+        self.give_up_after(math.inf)
+        work = directory, step, pieces, copy.deepcopy(dict(state)), keep
+        # A daemon: a process that fails does not wait for ranks that are gone.
+        run = on_callers_device(self._run)
+        self._thread = threading.Thread(target=run, args=work, name="shoal save", daemon=True)
+        self._thread.start()
+
+    def take(self) -> Ended | None:
+        """Return the save that has ended since the last call; None if there is none, or it goes on."""
+        if self._thread is None or self._thread.is_alive():
+            return None
+        self._thread = None
+        ended, self._ended = self._ended, None
+        return ended
+
+    def wait(self, seconds: float | None = None) -> None:
+        """Wait until the save has ended, if one goes on; at most so many seconds, if they are given."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
+    def give_up_after(self, seconds: float) -> None:
+        """Let the save fail if this rank, once its own part is written, waits so long for another."""
+        if isinstance(self._coordinator, StoreCoordinator):
+            self._coordinator.give_up_after(seconds)
+
+    def _run(
+        self, directory: Path, step: int, pieces: Sequence[Piece], state: Mapping[str, Any], keep: int
+    ) -> None:
+        began = time.perf_counter()
+        path, failure, warnings = None, None, list[str]()
+        try:
+            path = self._saver.save(directory, step, pieces, state, self._coordinator, keep, warnings.append)
+        except CheckpointError as error:
+            failure = error
+        except Exception as error:
+            failure = CheckpointError(f"cannot save step {step} in {directory}: {error!r}")
+            failure.__cause__ = error
+        self._ended = Ended(step, path, failure, warnings, time.perf_counter() - began)
 
 
 def _constant_name(rank: int) -> str:

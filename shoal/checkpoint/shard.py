@@ -9,10 +9,9 @@ from typing import final
 
 import torch
 
-from shoal.checkpoint.chunks import ALIGNMENT, Chunks
-from shoal.checkpoint.files import FileSystem, digest_of, write_file
+from shoal.checkpoint.files import ALIGNMENT, Chunks, FileSystem, digest_of, write_file
 from shoal.checkpoint.manifest import FileRecord, StoredPiece, TensorRecord
-from shoal.checkpoint.piece import Piece
+from shoal.checkpoint.region import Piece
 from shoal.collectives.bounce_buffers import BounceBuffers
 from shoal.errors import CheckpointError
 

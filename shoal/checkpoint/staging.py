@@ -10,8 +10,8 @@ from typing import final
 
 import torch
 
-from shoal.checkpoint.chunks import ALIGNMENT
-from shoal.checkpoint.piece import Piece
+from shoal.checkpoint.files import ALIGNMENT
+from shoal.checkpoint.region import Piece
 from shoal.checkpoint.shard import in_order
 from shoal.collectives.page_lock import HostPages
 from shoal.collectives.thread_device import on_callers_device

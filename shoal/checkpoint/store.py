@@ -18,9 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Self, final
 
-from shoal.checkpoint.directory import age_of, checkpoints, free_path, staging_path
+from shoal.checkpoint.directory import age_of, checkpoints, staging_path
 from shoal.checkpoint.files import REAL_FILES, remove_tree, write_file
 from shoal.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
+from shoal.checkpoint.save import commit
 from shoal.errors import CheckpointError, ConfigError, CorruptCheckpointError, MissingExtraError, RunError
 from shoal.limits import DESCRIPTION, MANIFEST, json_of, open_regular, read_regular
 from shoal.run.writer import claimed
@@ -235,30 +236,25 @@ class Store:
             staging = staging_path(target, manifest.step, writer.number)
             writer.begun.add(staging.name)
             try:
-                return self._copy_to(staging, name, manifest, content)
+                self._copy_to(staging, name, manifest)
+                return commit(staging, content, manifest.step, writer)
+            except BaseException:
+                if staging.exists():
+                    remove_tree(staging, REAL_FILES)
+                raise
             finally:
                 writer.begun.discard(staging.name)
 
-    def _copy_to(self, staging: Path, name: str, manifest: Manifest, content: bytes) -> Path:
+    def _copy_to(self, staging: Path, name: str, manifest: Manifest) -> None:
         REAL_FILES.make_directory(staging)
-        try:
-            for file, record in manifest.files.items():
-                with self._files.open(self._path(name, file), "rb") as source:
-                    size, sha256 = write_file(staging / file, _blocks(source), REAL_FILES)
-                if (size, sha256) != (record.size, record.sha256):
-                    raise CorruptCheckpointError(
-                        f"{self.url}/checkpoints/{name}/{file} is not what was written: its size or sha256 "
-                        "differs"
-                    )
-            write_file(staging / MANIFEST_NAME, iter([memoryview(content)]), REAL_FILES)
-            REAL_FILES.sync_directory(staging)
-            found = free_path(staging.parent, manifest.step)
-            REAL_FILES.rename(staging, found)
-            REAL_FILES.sync_directory(staging.parent)
-        except BaseException:
-            remove_tree(staging, REAL_FILES)
-            raise
-        return found
+        for file, record in manifest.files.items():
+            with self._files.open(self._path(name, file), "rb") as source:
+                size, sha256 = write_file(staging / file, _blocks(source), REAL_FILES)
+            if (size, sha256) != (record.size, record.sha256):
+                raise CorruptCheckpointError(
+                    f"{self.url}/checkpoints/{name}/{file} is not what was written: its size or sha256 "
+                    "differs"
+                )
 
     def _folders(self) -> list[str]:
         """Return the names of all checkpoints, also of those that are not complete."""

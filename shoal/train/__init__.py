@@ -5,7 +5,6 @@ and the run it becomes). The command line calls `check` and `execute`; users wit
 own call the Trainer.
 """
 
-from shoal.train.background_saves import BackgroundSaves
 from shoal.train.classes import with_classes
 from shoal.train.config import (
     CheckpointConfig,
@@ -17,9 +16,9 @@ from shoal.train.config import (
     settings_of,
     table_of,
 )
-from shoal.train.elastic_saves import FOLDER, memory_folder
 from shoal.train.execute import execute
 from shoal.train.held_out import HeldOut
+from shoal.train.host_memory import FOLDER, memory_folder
 from shoal.train.job import (
     Job,
     Resume,
@@ -35,7 +34,7 @@ from shoal.train.learning_rate import learning_rate
 from shoal.train.located import located
 from shoal.train.micro_batch import TrainingData
 from shoal.train.optimizer import Optimization
-from shoal.train.portable import load, save
+from shoal.train.portable import BackgroundSaves, load, save
 from shoal.train.restore import load_model
 from shoal.train.result import Callbacks, StepResult
 from shoal.train.trainer import Runtime, Trainer

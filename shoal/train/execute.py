@@ -11,11 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from shoal.checkpoint import (
-    Coordinator,
-    ProcessGroupCoordinator,
-    SingleProcess,
-)
+from shoal.checkpoint import Coordinator, all_ranks
 from shoal.errors import CommunicationError
 from shoal.launch import Membership, StopSignal, World, choose_device, join
 from shoal.parallel import own_device
@@ -127,4 +123,4 @@ def _begun(
     device = own_device(choose_device(job.config.device, world.local_rank))
     with compute_deterministically() if job.config.deterministic else nullcontext():
         join(world, device, timeout=job.config.timeout, store=store, beforehand=beforehand)
-        yield device, ProcessGroupCoordinator() if dist.is_initialized() else SingleProcess()
+        yield device, all_ranks()

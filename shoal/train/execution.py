@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 import warnings
 from pathlib import Path
@@ -14,17 +13,15 @@ import torch
 from shoal.checkpoint import Coordinator
 from shoal.data import AnyCorpus
 from shoal.errors import CheckpointError, ConfigError, TrainingError
-from shoal.launch import EXIT_STOPPED, PEER, Membership, StopSignal, World
+from shoal.launch import EXIT_STOPPED, Membership, StopSignal, World
 from shoal.plan import Plan
 from shoal.run import Run, shown
 from shoal.train.agreement import are_all_asked
 from shoal.train.classes import for_model, prepared
 from shoal.train.compiling import Compiling
 from shoal.train.describe import describe, opening
-from shoal.train.elastic_saves import FOLDER, MemorySaves
 from shoal.train.first_weights import begin_from
 from shoal.train.held_out import HeldOut, accuracy
-from shoal.train.host_memory import HostMemory
 from shoal.train.host_watch import look_at_host
 from shoal.train.job import Job
 from shoal.train.live import LiveLine, summary
@@ -38,10 +35,8 @@ from shoal.train.rate_change import rate_change_of
 from shoal.train.result import Callbacks, StepResult
 from shoal.train.roles import Role
 from shoal.train.run_writer import RunWriter, WritingRank
-from shoal.train.saving import Saving, is_due
-from shoal.train.taking_up import go_on
+from shoal.train.save_policy import SavePolicy, is_due
 from shoal.train.trainer import Runtime, Trainer
-from shoal.train.uploading import Uploading
 from shoal.units import parse_steps
 
 __all__ = ["Execution", "Regroup"]
@@ -74,8 +69,6 @@ class Execution:
         self._device = device
         self._coordinator = coordinator
         self._is_stopped = False  # whether a rank asked to stop
-        self._uploading: Uploading | None = None
-        self._is_savable = False  # as far as known: an optimizer has no state before its first step
         self._live = LiveLine(self._config.steps, self._config.record.live)
 
         corpus = self._prepare_data()
@@ -131,32 +124,29 @@ class Execution:
                 compare_replicas=self._config.compare_replicas,
             ),
         )
-        # These must stay unchanged when the run goes on, so that each sample is seen once an epoch.
-        self._data = {
-            "fingerprint": corpus.fingerprint,
-            "sequence": self._config.sequence,
-            "seed": self._config.seed,
-        }
-        self._saving = Saving(
+        self._saving = SavePolicy(
             self._trainer,
             self._config.checkpoint,
             self._run.checkpoints,
-            {"data": self._data},
+            {
+                "fingerprint": corpus.fingerprint,
+                "sequence": self._config.sequence,
+                "seed": self._config.seed,
+            },
             self._coordinator,
             self._say,
             lambda: self._time.account,
+            membership,
         )
-        self._in_memory = None if membership is None else self._saves_in_memory()
         self._compiling = Compiling(self._say)
 
     def run(self, stop: StopSignal) -> int:
         """Train to the last step, or until stopped; return the exit code."""
         try:
             with self._time.part("load"):
-                loaded = self._take_up()
+                self._take_up()
             self._time.loaded(self._trainer.step_count)
             self._looked_at = self._trainer.step_count
-            self._saving.begin(loaded)
             stop.heed()
             self._say(opening(self._job, self._described, self._plan))
             if self._trainer.step_count == self._config.steps:  # all that is left is the last validation
@@ -189,17 +179,16 @@ class Execution:
             self._writer.close_timeline()
             self._profiling.close()
             self._compiling.close()
-            if self._uploading is not None:
-                self._uploading.close()
+            self._saving.close()
             self._writer.close("the ranks end")
             if self._servers is not None:
                 self._servers.close()
 
     def _end(self, stop: StopSignal) -> int:
         """Save after a signal, and return the exit code; raise Regroup if others go on."""
-        if self._in_memory is not None and not are_all_asked(stop, self._coordinator):
+        if self._membership is not None and not are_all_asked(stop, self._coordinator):
             with self._time.part("save"):
-                self._in_memory.save_now()
+                self._saving.save_for_others()
             self._time.leave()
             raise Regroup
         if self._trainer.exchange.leads:
@@ -218,8 +207,8 @@ class Execution:
             with self._profiling.step(self._trainer.step_count + 1):
                 self._trainer.step(stop=lambda: self._has_to_stop(stop))
         except TrainingError:
-            with contextlib.suppress(CheckpointError):
-                self._trainer.save(self._run.checkpoints, {"data": self._data})
+            with contextlib.suppress(CheckpointError), self._time.part("save"):
+                self._saving.save_at_end()
             raise
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
@@ -244,14 +233,9 @@ class Execution:
     def _take_result(self, result: StepResult) -> None:
         """Take note of a step's result; on a GPU it comes while the next step runs."""
         self._is_stopped |= result.stop
-        self._saving.stepped(result.seconds)
-        if self._in_memory is not None and self._membership is not None:
-            self._in_memory.stepped(result.seconds)
+        if self._membership is not None:
             self._membership.step_seconds, self._membership.steps = result.seconds, result.step
-        if not (self._is_savable or result.skipped):
-            self._trainer.saved.require_savable()
-            self._saving.prepare()
-            self._is_savable = True
+        self._saving.stepped(result.seconds, is_made=not result.skipped)
         if self._writer.leads:
             if result.skipped:
                 self._say(f"step {result.step} is skipped: it has {result.skipped}")
@@ -266,10 +250,7 @@ class Execution:
         if not self._trainer.exchange.leads:
             return
         with self._time.part("save"):
-            if step == self._config.steps:
-                self._saving.save_at_end()
-            elif not self._saving.save_if_due(before) and self._in_memory is not None:
-                self._in_memory.save_if_due()
+            self._saving.save_if_due(before)
         if step == self._config.steps or is_due(before, step, self._config.validation.every):
             self._validate(stop)
 
@@ -288,20 +269,15 @@ class Execution:
 
     def _upload(self, checkpoint: Path) -> None:
         """Copy a checkpoint that is complete to the object store, if there is one."""
-        config = self._config.checkpoint
-        if self._writer.leads and config.store and checkpoint.parent == self._run.checkpoints:
-            self._uploading = self._uploading or Uploading(config, self._say)
-            self._uploading.saved(checkpoint)
+        if self._writer.leads:
+            self._saving.upload(checkpoint)
 
-    def _take_up(self) -> Path | None:
-        """Load what the job resumes or begins from, if anything; return the checkpoint that it resumes."""
-        path = None
+    def _take_up(self) -> None:
+        """Load what the job resumes or begins from, if anything."""
         resume, init = self._job.resume, self._config.init
         if resume is not None:
             before = resume.run.description if self._coordinator.rank == 0 else {}
-            hosts = None if self._in_memory is None else self._in_memory.hosts
-            beside = [] if self._in_memory is None or hosts is not None else [self._in_memory.directory]
-            path = go_on(self._trainer, resume, self._data, self._coordinator, self._say, beside, hosts)
+            path = self._saving.resume(resume)
             begins = "there is no sound checkpoint: training starts from the beginning"
             self._say(f"goes on from {shown(path)}" if path else begins)
             if path and self._writer.leads:
@@ -312,31 +288,11 @@ class Execution:
             begin_from(self._trainer, init, self._say)
             self._say(f"begins from the weights of {init}")
         self._writer.loaded(self._trainer.step_count)  # where there was nothing to load, too
-        return path
-
-    def _saves_in_memory(self) -> MemorySaves:
-        folder = os.environ.get(FOLDER)
-        directory = Path(folder) if folder else self._run.checkpoints
-        every = self._config.checkpoint.memory if folder else 0
-        hosts = None
-        if folder and PEER in os.environ and self._membership is not None:
-            hosts = HostMemory(directory, self._coordinator, self._membership.peers())
-        disk, extra = self._run.checkpoints, {"data": self._data}
-        return MemorySaves(self._trainer, every, directory, disk, extra, self._coordinator, self._say, hosts)
 
     def save_replica(self, seconds: float) -> None:
-        """Keep the last step's state, if this rank has all of it and is the first of those that stay.
-
-        Args:
-            seconds: Time in which the launcher notes that another rank is lost.
-        """
-        plan = self._trainer.plan
-        is_whole = plan.dp == plan.ranks and plan.shard == "none" and plan.exchange in ("bucketed", "naive")
-        if self._membership is None or self._in_memory is None or not is_whole or not self._is_savable:
-            return
-        if self._membership.leads_next(seconds):
-            with contextlib.suppress(CheckpointError):  # then an older state counts
-                self._in_memory.save_replica()
+        """Keep the last step's state for those that stay; see `SavePolicy.save_replica`."""
+        with contextlib.suppress(CheckpointError):  # then an older state counts
+            self._saving.save_replica(seconds)
 
     @property
     def _plan(self) -> Plan:

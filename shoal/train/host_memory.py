@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import final
 
@@ -31,8 +31,28 @@ from shoal.collectives.interface import split_address
 from shoal.errors import CheckpointError, CommunicationError, CorruptCheckpointError
 from shoal.launch import MANIFEST, PEER, TOKEN_FILE, Held, Peer, held_in, is_there, read_token
 from shoal.run.writer import Claiming
+from shoal.scratch import scratch_folder
 
-__all__ = ["HostMemory"]
+__all__ = ["FOLDER", "HostMemory", "memory_folder"]
+
+FOLDER = "SHOAL_MEMORY_FOLDER"
+"""Environment variable: the folder of these checkpoints."""
+
+_MEMORY = Path("/dev/shm")
+_PREFIX = "shoal-members-"
+
+
+@contextlib.contextmanager
+def memory_folder() -> Iterator[Path | None]:
+    """Make a folder in this host's memory, and remove it after the context; None if there is no such memory.
+
+    Folders whose process was killed are removed too; see `shoal.scratch`.
+    """
+    if not _MEMORY.is_dir():
+        yield None
+        return
+    with scratch_folder(_PREFIX, _MEMORY) as folder:
+        yield folder
 
 
 @final

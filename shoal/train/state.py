@@ -1,14 +1,28 @@
 """The state of training as the pieces of a checkpoint, and back.
 
-model/NAME                   a trained parameter, fp32
-fixed/NAME                   a parameter that is not trained, or a buffer
-optimizer/KEY/NAME           a state of the optimizer for each element of a parameter, shaped as the parameter
-optimizer-tensor/KEY/NAME    a state of another shape, such as a count of steps
-optimizer-number/KEY/NAME    a state that is a number of Python
-rank/R/buffer/NAME           a buffer that differs between ranks, for a resume under the same Plan
-rank/R/random.KIND           the states of random generators, as well
+model/NAME                 a trained parameter, fp32
+fixed/NAME                 a parameter that is not trained, or a buffer
+optimizer/KEY/NAME         a state of the optimizer for each element of a parameter, shaped as the parameter
+optimizer-tensor/KEY/NAME  a state of another shape, such as a count of steps
+optimizer-number/KEY/NAME  a state that is a number of Python
+rank/R/rotary.NAME         the state of a dynamic rotary embedding of transformers
+
+For a resume on equal ranks under the same Plan:
+
+rank/R/buffer/NAME         a buffer that differs between ranks
+rank/R/random.KIND         the states of random generators
+rank/R/exchange/STAGE/BUCKET/NAME  what a compressed exchange left out of earlier steps
 
 State is found in the optimizer, not known beforehand: any optimizer's state is kept.
+
+Each rank's exchanges left out other parts of other gradients. Under another Plan this is lost: at most what
+compression left out of the last steps, which training makes up for as it does for a step with other samples.
+What local updates left out is with their state of each parameter, which any Plan takes; only factors of
+powersgd are here, as STAGE `local`.
+
+A dynamic rotary embedding keeps frequencies for the longest sequence that it has seen since one of the
+original length: a buffer that is not persistent, and two numbers beside it, which no `state_dict` holds. A
+checkpoint holds them as one tensor: the length, the scaling of attention, the frequencies.
 """
 
 from __future__ import annotations
@@ -35,22 +49,32 @@ from shoal.parallel import (
     local_part,
     parts_of,
 )
+from shoal.parallel.data.strategy import Exchanging
 from shoal.parallel.exchange.outer_state import is_key_of
+from shoal.parallel.exchange.worker_exchange import exchange_of
 
 __all__ = [
     "ToLoad",
     "differing_buffers",
     "digests_of",
+    "empty_like_saved",
     "fixed_pieces",
+    "kept_by_exchanges",
     "optimizer_pieces",
     "optimizer_to_load",
     "pieces_of_replica",
     "pieces_to_load",
     "pieces_to_save",
-    "saved_buffers",
+    "restore_exchanges",
+    "restore_rotary_state",
+    "rotary_state",
 ]
 
 _ELEMENTS, _TENSOR, _NUMBER = "optimizer", "optimizer-tensor", "optimizer-number"
+_EXCHANGE = "exchange/"
+_OF_LOCAL_UPDATES = f"{_EXCHANGE}local/"
+_ROTARY = "rotary."
+_LENGTH, _FREQUENCIES = "max_seq_len_cached", "inv_freq"
 
 
 def pieces_to_save(parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> list[Piece]:
@@ -234,7 +258,7 @@ def fixed_pieces(model: nn.Module) -> list[Piece]:
         for name, parameter in model.named_parameters()
         if not parameter.requires_grad
     ]
-    return frozen + _fixed(saved_buffers(model))
+    return frozen + _fixed(_saved_buffers(model))
 
 
 def digests_of(buffers: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
@@ -258,6 +282,57 @@ def differing_buffers(
         for name, buffer in mine.items()
         if any(other.get(name, own[name]) != own[name] for other in digests)
     }
+
+
+def kept_by_exchanges(parallel: Parallel, optimizer: torch.optim.Optimizer | None) -> dict[str, torch.Tensor]:
+    """Return what the next exchanges on this rank depend on, by name."""
+    return {
+        f"{prefix}{name}": tensor
+        for prefix, exchange in _exchanges(parallel, optimizer)
+        for name, tensor in exchange.kept().items()
+        if not (prefix.startswith(_OF_LOCAL_UPDATES) and name.startswith("error"))
+    }
+
+
+def empty_like_saved(
+    saved: Mapping[str, TensorRecord], rank: int, parallel: Parallel
+) -> dict[str, torch.Tensor]:
+    """Return tensors to read what a rank's exchanges kept into, by name."""
+    prefix = f"rank/{rank}/"
+    return {
+        path.removeprefix(prefix): torch.zeros(
+            record.shape, dtype=dtype_named(record.dtype), device=parallel.device
+        )
+        for path, record in saved.items()
+        if path.startswith(prefix + _EXCHANGE)
+    }
+
+
+def restore_exchanges(
+    parallel: Parallel, optimizer: torch.optim.Optimizer | None, kept: Mapping[str, torch.Tensor]
+) -> None:
+    """Make exchanges go on with what `kept_by_exchanges` returned; nothing is left out without an entry."""
+    for prefix, exchange in _exchanges(parallel, optimizer):
+        exchange.restore(
+            {name.removeprefix(prefix): tensor for name, tensor in kept.items() if name.startswith(prefix)}
+        )
+
+
+def rotary_state(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the state of each dynamic rotary embedding of a model, by its name in a checkpoint."""
+    return {name: _state_of_rotary(module, kind) for name, module, kind in _embeddings(model)}
+
+
+def restore_rotary_state(model: nn.Module, states: Mapping[str, torch.Tensor]) -> None:
+    """Restore states from `rotary_state`; embeddings that have none there begin anew."""
+    for name, module, kind in _embeddings(model):
+        if name in states:
+            length, scaling, *frequencies = states[name].tolist()
+            setattr(module, f"{kind}{_LENGTH}", int(length))
+            module.attention_scaling = scaling
+            before = getattr(module, f"{kind}{_FREQUENCIES}")
+            # A new tensor: the buffer may be the one that keeps the original frequencies.
+            module.register_buffer(f"{kind}{_FREQUENCIES}", before.new_tensor(frequencies), persistent=False)
 
 
 def _digest(buffer: torch.Tensor) -> bytes:
@@ -299,7 +374,7 @@ def _is_whole(owned: Owned) -> bool:
     return owned.cut is None and owned.stop - owned.start == math.prod(owned.shape)
 
 
-def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+def _saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the buffers of a model that belong to its state, by name."""
     passing = {
         f"{prefix}.{name}".removeprefix(".")
@@ -339,3 +414,30 @@ def _share(owned: Sequence[Owned]) -> list[Owned]:
         if least == sharers.index:
             mine.append(candidate)
     return mine
+
+
+def _exchanges(
+    parallel: Parallel, optimizer: torch.optim.Optimizer | None
+) -> Iterator[tuple[str, Exchanging]]:
+    for stage, strategy in enumerate(parallel.strategies):
+        for bucket, exchange in strategy.exchanges().items():
+            yield f"{_EXCHANGE}{stage}/{bucket}/", exchange
+    for name, summed in exchange_of(optimizer, parallel).exchanges().items():
+        yield f"{_OF_LOCAL_UPDATES}{name}/", summed
+
+
+def _embeddings(model: nn.Module) -> Iterator[tuple[str, Any, str]]:
+    """Yield the name, the module and the prefix of its attributes of each dynamic embedding."""
+    for name, module in model.named_modules():
+        kinds: Any = getattr(module, "rope_type", None)
+        by_layers = kinds.items() if isinstance(kinds, dict) else [("", kinds)]
+        for layers, kind in by_layers:
+            prefix = f"{layers}_" if layers else ""
+            if isinstance(kind, str) and "dynamic" in kind and hasattr(module, f"{prefix}{_FREQUENCIES}"):
+                yield f"{_ROTARY}{name}.{prefix}{_FREQUENCIES}", module, prefix
+
+
+def _state_of_rotary(module: Any, kind: str) -> torch.Tensor:
+    length = getattr(module, f"{kind}{_LENGTH}", module.max_seq_len_cached)
+    numbers = torch.tensor([float(length), float(module.attention_scaling)], dtype=torch.float64)
+    return torch.cat([numbers, getattr(module, f"{kind}{_FREQUENCIES}").detach().double().cpu().flatten()])

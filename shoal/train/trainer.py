@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from shoal.checkpoint import Coordinator, ProcessGroupCoordinator, SingleProcess
+from shoal.checkpoint import Coordinator, all_ranks
 from shoal.collectives import keep_freed_memory
 from shoal.data import Loader, are_packed, as_samples
 from shoal.errors import ConfigError
@@ -29,6 +28,7 @@ from shoal.run import Decision
 from shoal.server import Servers
 from shoal.train.arguments import require_arguments
 from shoal.train.buffers import ChangingBuffers
+from shoal.train.checkpointer import Begun, Checkpointer, Told
 from shoal.train.compiling import with_compile
 from shoal.train.config import OptimizerConfig
 from shoal.train.curvature import Curvature
@@ -44,10 +44,9 @@ from shoal.train.passes import Asked, Passes
 from shoal.train.randomness import begin_anew
 from shoal.train.result import Callbacks, StepResult
 from shoal.train.run_writer import RunWriter, writer_of_trainer
-from shoal.train.saved import SavedTraining
-from shoal.train.saves import Begun, Extra, Saves, Told
 from shoal.train.served import plan_of_ranks, serve_optimizer, stale_guard_of
 from shoal.train.stepping import Stepping
+from shoal.train.training_state import TrainingState
 from shoal.train.update import Update
 
 __all__ = ["Runtime", "Trainer"]
@@ -114,7 +113,7 @@ class Trainer:
         position: Samples consumed, over all ranks: the state of the data.
         skips: Counts of skipped steps, in total and in a row.
         exchange: How this rank's worker and the others become equal.
-        saved, saves: What its checkpoints hold; its checkpoints, and the one that is saved beside it.
+        state, checkpointer: What its checkpoints hold; what saves them.
 
     Raises:
         PlanError: The Plan does not fit the ranks or the batch.
@@ -198,7 +197,7 @@ class Trainer:
             writer.laid_out(self.parallel.plan if servers is None else whole, self.exchange)
         microbatch = self.plan.microbatch
         replicas = Replicas(self.parallel, runtime.compare_replicas)
-        self.saved = SavedTraining(
+        self.state = TrainingState(
             self.parallel,
             self.optimizer,
             self.coordinator,
@@ -206,7 +205,9 @@ class Trainer:
             plan=str(self.plan if servers is None else whole),
             seed=seed,
         )
-        self.saves = Saves(self.saved, self._callbacks.on_save, self._recorder, self.coordinator)
+        self.checkpointer = Checkpointer(
+            self.state, self._callbacks.on_save, self._recorder, self.coordinator
+        )
         self._passes = Passes(
             self.parallel,
             self._loader,
@@ -254,7 +255,7 @@ class Trainer:
     @property
     def coordinator(self) -> Coordinator:
         """All ranks, as checkpoints need them."""
-        return ProcessGroupCoordinator() if dist.is_initialized() else SingleProcess()
+        return all_ranks()
 
     def step(self, *, stop: Asked = False) -> StepResult:
         """Make one optimizer step, or skip it if its loss or its gradient is not finite.
@@ -274,7 +275,7 @@ class Trainer:
         """
         run = self._run
         with nullcontext() if run is None else run.step(lambda: self.step_count):
-            self.saves.poll()
+            self.checkpointer.poll()
             began = time.perf_counter()
             number = self.step_count + 1
             with nullcontext() if run is None else run.measured(self.parallel, self.optimizer, number):
@@ -345,7 +346,7 @@ class Trainer:
             self._callbacks.on_validation(self.step_count, values)
         return values
 
-    def save(self, directory: Path | str | None = None, extra: Extra = None) -> Path:
+    def save(self, directory: Path | str | None = None, extra: Mapping[str, Any] | None = None) -> Path:
         """Save a checkpoint of the state into a directory of checkpoints.
 
         Args:
@@ -357,10 +358,15 @@ class Trainer:
             ConfigError: There is neither a directory nor a Run.
         """
         with self._part("save"):
-            return self.saves.now(*self.to_save(directory, extra))
+            return self.checkpointer.save(*self.to_save(directory, extra))
 
     def save_in_background(
-        self, directory: Path | str | None = None, extra: Extra = None, *, keep: int = 0, told: Told = None
+        self,
+        directory: Path | str | None = None,
+        extra: Mapping[str, Any] | None = None,
+        *,
+        keep: int = 0,
+        told: Told = None,
     ) -> Begun:
         """Begin to save a checkpoint like `save`, and return once the state is copied.
 
@@ -372,14 +378,16 @@ class Trainer:
             told: Called with the end of the save, in place of a warning if it failed.
         """
         with self._part("save"):
-            return self.saves.begin(*self.to_save(directory, extra), keep, told)
+            return self.checkpointer.begin(*self.to_save(directory, extra), keep=keep, told=told)
 
     def finish_saving(self) -> None:
         """Wait until the save in the background has ended, if there is one."""
-        self.saves.finish()
+        self.checkpointer.finish()
 
-    def to_save(self, directory: Path | str | None, extra: Extra) -> tuple[Path, int, dict[str, Any]]:
-        """Return the arguments of `Saves`, after the last step."""
+    def to_save(
+        self, directory: Path | str | None, extra: Mapping[str, Any] | None
+    ) -> tuple[Path, int, dict[str, Any]]:
+        """Return the arguments of the checkpointer, after the last step."""
         self.settle()
         state = {
             **(extra or {}),
@@ -415,7 +423,7 @@ class Trainer:
         """
         self.settle()
         self.finish_saving()
-        state = self.saved.load(Path(checkpoint))
+        state = self.state.load(Path(checkpoint))
         self.step_count, self.position = state["step"], state["position"]
         self._loader.take(state)
         self.skips.total, self.skips.in_a_row = state["skipped"]
@@ -428,7 +436,7 @@ class Trainer:
     def close(self) -> None:
         """Wait for the last save, end processes that prepare data (a step restarts them), close the Run."""
         error = sys.exc_info()[1]
-        self.saves.close(error)
+        self.checkpointer.close(error)
         if self._unsettled is not None and self._unsettled.result.is_finite:
             self.settle()  # otherwise ranks would look for the reason together, and one may be gone
         self._passes.close()

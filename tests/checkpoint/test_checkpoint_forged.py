@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from shoal.checkpoint import SingleProcess, latest, load, read_manifest, save, verify
 from shoal.checkpoint.dcp import from_dcp, to_dcp
-from shoal.checkpoint.load_verified import load_verified
+from shoal.checkpoint.load import load_verified
 from shoal.checkpoint.manifest import FileRecord
 from shoal.checkpoint.reader import ShardReader
 from shoal.checkpoint.verify import newest_sound

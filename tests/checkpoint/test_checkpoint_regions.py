@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from rank_stand_ins import on_ranks
 
 from shoal.checkpoint import Piece, Region, SingleProcess, load, read_manifest, save, verify
-from shoal.checkpoint.coverage import check_coverage
-from shoal.checkpoint.region import Run, overlaps, runs
+from shoal.checkpoint.region import Run, check_coverage, overlaps, runs
 from shoal.errors import CheckpointError
 
 DTYPES = (

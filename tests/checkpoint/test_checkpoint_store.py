@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
@@ -16,6 +17,7 @@ from shoal.checkpoint import Store, checkpoints, save, verify
 from shoal.checkpoint.files import write_file
 from shoal.cli.main import main
 from shoal.errors import CheckpointError, ConfigError, CorruptCheckpointError, RunError
+from shoal.run.claim import claim_path, newest_claim
 
 
 @pytest.fixture
@@ -117,6 +119,25 @@ def test_a_copy_that_was_cut_off_before_the_description_is_made_whole_by_the_nex
     assert not (tmp_path / "back" / "run.json").exists()
     store.get(tmp_path / "back")
     assert (tmp_path / "back" / "run.json").read_text() == "{}"
+
+
+def test_a_copy_is_not_completed_in_a_directory_that_another_process_has_taken_over(
+    run: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, directory = Store(url), tmp_path / "back" / "checkpoints"
+    store.put(checkpoints(run / "checkpoints")[0])
+
+    def write(path: Path, blocks, files):
+        claim = newest_claim(directory)
+        if claim is not None and claim.number == 1:
+            other = replace(claim, number=2, host="elsewhere")
+            claim_path(directory, 2).write_bytes(other.to_bytes())
+        return write_file(path, blocks, files)
+
+    monkeypatch.setattr("shoal.checkpoint.store.write_file", write)
+    with pytest.raises(RunError, match="on elsewhere writes"):
+        store.get(tmp_path / "back")
+    assert [path.name for path in directory.iterdir() if path.name.startswith("step")] == []
 
 
 def write_all_but(name: str):

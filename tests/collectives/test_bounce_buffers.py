@@ -27,7 +27,7 @@ from shoal.checkpoint import (
     shard,
     verify,
 )
-from shoal.checkpoint.chunks import Chunks
+from shoal.checkpoint.files import Chunks
 from shoal.collectives.bounce_buffers import BounceBuffers
 from shoal.errors import CorruptCheckpointError
 from shoal.train.snapshot import Snapshot
@@ -50,7 +50,7 @@ def used(monkeypatch):
         made.append(late())
         return made[-1]
 
-    for module in ("checkpoint.load", "checkpoint.load_verified", "checkpoint.shard", "train.snapshot"):
+    for module in ("checkpoint.load", "checkpoint.shard", "train.snapshot"):
         monkeypatch.setattr(importlib.import_module(f"shoal.{module}"), "BounceBuffers", make)
     return made
 

@@ -43,7 +43,7 @@ WITHOUT_CUDA = {
     "parallel/offload/storage.py": "moves bytes between files and memory of the host",
     "record/clock_exchange.py": "sends and receives packets",
     "server/serve.py": "serves connections, in a process that computes on the CPU",
-    "train/uploading.py": "copies files",
+    "train/save_policy.py": "copies files",
 }
 """Files whose threads cannot reach CUDA, and why; all others set the device first."""
 

@@ -20,16 +20,18 @@ BATCH, STEPS = 8, 6
 
 
 class Counting(torch.optim.SGD):
-    """Keeps numbers of Python for each parameter, and one for all of a group."""
+    """Keeps numbers of Python for each parameter, and a number and a list for all of a group."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             group["beats"] = group.get("beats", 0) + 1
+            group["lags"] = [each + 1 for each in group.get("lags", [0, 1])]
             for parameter in group["params"]:
                 state = self.state[parameter]
                 state["calls"] = state.get("calls", 0) + 1
                 state["share"] = state.get("share", 0.0) + 0.25
                 parameter.data.mul_(1 - 1e-3 * state["calls"] * state["share"] * group["beats"])
+                parameter.data.mul_(1 - 1e-3 * sum(group["lags"]))
         return super().step(closure)
 
 

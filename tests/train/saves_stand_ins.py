@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from io import FileIO
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -21,8 +23,8 @@ from run_stand_ins import Ended, shoal, shoal_as_rank
 from torch import nn
 
 from shoal.checkpoint import Background, RealFiles, SingleProcess, checkpoints
-from shoal.train import OptimizerConfig, Trainer, saves
-from shoal.train.elastic_saves import MemorySaves
+from shoal.train import FOLDER, CheckpointConfig, OptimizerConfig, Trainer, checkpointer
+from shoal.train.save_policy import SavePolicy
 
 WRITE, WAIT, BEGIN = RealFiles.write, Background.wait, Background.begin
 
@@ -32,7 +34,7 @@ def shoal_with(
 ) -> Ended:
     """Runs the program, with trouble on one rank."""
     own = dist.get_rank() if dist.is_initialized() else 0
-    steps_take_nothing = patch.object(saves, "memory_of_steps", lambda: (0, 0))
+    steps_take_nothing = patch.object(checkpointer, "memory_of_steps", lambda: (0, 0))
     with steps_take_nothing, TROUBLES[trouble]() if own == rank else contextlib.nullcontext():
         return shoal(arguments, folder) if port is None else shoal_as_rank(arguments, folder, port)
 
@@ -87,13 +89,15 @@ def slow_disk_and_a_signal() -> contextlib.AbstractContextManager[object]:
 
 
 def little_memory() -> contextlib.AbstractContextManager[object]:
-    return patch.object(saves, "available_memory", lambda: 10_000)
+    return patch.object(checkpointer, "available_memory", lambda: 10_000)
 
 
 def little_beside_steps() -> contextlib.AbstractContextManager[object]:
     """All memory is free, and all but 10,000 bytes are what steps will take again."""
     free = 1 << 40
-    return patch.multiple(saves, available_memory=lambda: free, memory_of_steps=lambda: (free, free - 10_000))
+    return patch.multiple(
+        checkpointer, available_memory=lambda: free, memory_of_steps=lambda: (free, free - 10_000)
+    )
 
 
 TROUBLES = {
@@ -116,25 +120,55 @@ def frozen_trainer(folder: Path | None) -> Trainer:
     )
 
 
+def policy_of_a_member(disk: Path, config: CheckpointConfig, said: list[str]) -> tuple[Trainer, SavePolicy]:
+    """A Trainer of one rank, and when it saves as a member that stays if others are lost."""
+    trainer = frozen_trainer(None)
+    membership: Any = SimpleNamespace(peers=list, leads_next=lambda seconds: True)
+    policy = SavePolicy(trainer, config, disk, {}, SingleProcess(), said.append, membership=membership)
+    return trainer, policy
+
+
+def step(trainer: Trainer, policy: SavePolicy) -> None:
+    policy.stepped(trainer.step().seconds, is_made=True)
+
+
+def save_without_memory(folder: Path) -> tuple[list[str], list[str]]:
+    """Saves before members change, on a host that has no file system in memory."""
+    said = list[str]()
+    trainer, policy = policy_of_a_member(folder, CheckpointConfig(every=1, keep=2), said)
+    for before in range(3):
+        step(trainer, policy)
+        policy.save_if_due(before)
+    policy.save_for_others()
+    on_change = [path.name for path in checkpoints(folder)]
+    step(trainer, policy)
+    policy.save_replica(0.0)
+    trainer.close()
+    assert not [each for each in said if "warning" in each]
+    return on_change, [path.name for path in checkpoints(folder)]
+
+
 def save_in_memory(folder: Path) -> tuple[list[str], list[str], list[str]]:
     """Saves in memory: without room for files, before members change, and if nobody says what is free."""
-    trainer, said, memory, disk = frozen_trainer(None), list[str](), folder / "memory", folder / "disk"
-    trainer.step()
-    in_memory = MemorySaves(trainer, 1, memory, disk, {}, SingleProcess(), said.append)
+    said, memory, disk = list[str](), folder / "memory", folder / "disk"
+    with patch.dict(os.environ, {FOLDER: str(memory)}):
+        trainer, policy = policy_of_a_member(disk, CheckpointConfig(every=0, memory=1), said)
+    step(trainer, policy)
     with little_beside_steps():
-        in_memory.save_if_due()
-        trainer.step()
-        in_memory.save_if_due()
-        in_memory.save_now()
-        trainer.step()
-        in_memory.save_replica()
-    trainer.step()
-    with patch.object(saves, "available_memory", lambda: None):
-        in_memory.save_if_due()
+        policy.save_if_due(0)
+        step(trainer, policy)
+        policy.save_if_due(1)
+        policy.save_for_others()
+        step(trainer, policy)
+        policy.save_replica(0.0)
+    step(trainer, policy)
+    with patch.object(checkpointer, "available_memory", lambda: None):
+        policy.save_if_due(3)
     trainer.finish_saving()
-    for save in (in_memory.save_now, in_memory.save_replica):
-        trainer.step()
-        save()
+    step(trainer, policy)
+    policy.save_for_others()
+    step(trainer, policy)
+    policy.save_replica(0.0)
     trainer.close()
     return said, [path.name for path in checkpoints(disk)], [path.name for path in checkpoints(memory)]
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from port_stand_ins import free_port
 from run_stand_ins import train
-from saves_stand_ins import save_beside_steps, save_in_memory, shoal_with
+from saves_stand_ins import save_beside_steps, save_in_memory, save_without_memory, shoal_with
 
 from shoal.checkpoint import SingleProcess, checkpoints, read_manifest, step_of, verify
 from shoal.errors import CheckpointError, ConfigError
@@ -18,8 +18,8 @@ from shoal.launch import EXIT_STOPPED
 from shoal.plan import Plan
 from shoal.run import Run
 from shoal.train import CheckpointConfig, load_config
-from shoal.train.saves import Begun
-from shoal.train.saving import Saving
+from shoal.train.checkpointer import Begun
+from shoal.train.save_policy import SavePolicy
 
 
 def settings(**values: object) -> list[str]:
@@ -109,6 +109,14 @@ def test_without_memory_for_its_files_a_save_in_memory_is_left_out_and_members_g
     assert in_memory == ["step-00000006"]  # a rank that comes needs the room of older ones
 
 
+def test_without_a_memory_file_system_members_that_change_keep_as_many_checkpoints_as_the_run(
+    ranks, tmp_path
+):
+    [(on_change, at_the_end)] = ranks.run(save_without_memory, 1, tmp_path / "checkpoints")
+    assert on_change == ["step-00000003", "step-00000002"]
+    assert at_the_end == ["step-00000004", "step-00000003"]
+
+
 def test_a_trainer_saves_the_state_of_the_copy_and_links_what_is_not_trained(ranks, tmp_path):
     [(told, places)] = ranks.run(save_beside_steps, 1, tmp_path / "run")
     name, behind = told
@@ -122,13 +130,21 @@ class Told:
 
     def __init__(self, plan: str = "dp=1") -> None:
         self.plan = Plan.parse(plan)
-        self.step_count = 0
+        self.step_count, self.steps = 0, 1000
         self.saved: list[int] = []
+        self.state, self.exchange = (
+            SimpleNamespace(require_savable=lambda: None),
+            SimpleNamespace(leads=False),
+        )
+        self.checkpointer = self
 
-    def save(self, *_: Any) -> Path:
+    def to_save(self, directory: Path, extra: Any) -> tuple[Path, int, Any]:
+        return directory, self.step_count, extra
+
+    def save(self, *_: Any, **__: Any) -> Path:
         raise CheckpointError("in the step")
 
-    def save_in_background(self, *_: Any, told: Any, **__: Any) -> Begun:
+    def begin(self, *_: Any, told: Any, **__: Any) -> Begun:
         self.saved.append(self.step_count)
         told(SimpleNamespace(seconds=3.0, warnings=[], error=None, path=None))
         return Begun(waited=0.0, stalled=0.5)
@@ -138,12 +154,11 @@ class Told:
 def test_the_interval_follows_the_time_to_save_and_the_mean_time_between_failures(mtbf, seconds, tmp_path):
     trainer, said = Told(), []
     config = CheckpointConfig(every="auto", mtbf=mtbf)
-    saving = Saving(trainer, config, tmp_path, {}, SingleProcess(), said.append)
-    saving.begin(None)
+    policy = SavePolicy(trainer, config, tmp_path, {}, SingleProcess(), said.append)
     for _ in range(400):
         trainer.step_count += 1
-        saving.stepped(0.1)
-        saving.save_if_due(trainer.step_count - 1)
+        policy.stepped(0.1, is_made=True)
+        policy.save_if_due(trainer.step_count - 1)
     every = round(seconds / 0.1)  # never sooner than a save takes
     assert trainer.saved == list(range(10, 401, every))
     assert len(said) == 1
@@ -154,12 +169,11 @@ def test_the_interval_follows_the_failures_that_the_run_has_seen(tmp_path):
     trainer, said = Told(), []
     account = SimpleNamespace(failures=4, running=3600.0)
     config = CheckpointConfig(every="auto", mtbf=24.0)
-    saving = Saving(trainer, config, tmp_path, {}, SingleProcess(), said.append, lambda: account)
-    saving.begin(None)
+    policy = SavePolicy(trainer, config, tmp_path, {}, SingleProcess(), said.append, lambda: account)
     for _ in range(10):
         trainer.step_count += 1
-        saving.stepped(0.1)
-        saving.save_if_due(trainer.step_count - 1)
+        policy.stepped(0.1, is_made=True)
+        policy.save_if_due(trainer.step_count - 1)
     every = round(math.sqrt(2 * 0.5 * 25 * 3600 / 5) / 0.1)
     assert said[0].startswith(f"a checkpoint every {every} steps of 100 ms")
     assert "fails every 5 h 0 min (expected 24 h 0 min, seen 4 in 1 h 0 min)" in said[0]
@@ -167,9 +181,9 @@ def test_the_interval_follows_the_failures_that_the_run_has_seen(tmp_path):
 
 def test_state_in_files_is_saved_in_the_step_because_a_copy_would_take_memory(tmp_path):
     trainer, said = Told("dp=1,offload=optimizer:file"), []
-    saving = Saving(trainer, CheckpointConfig(every=1), tmp_path, {}, SingleProcess(), said.append)
+    policy = SavePolicy(trainer, CheckpointConfig(every=1), tmp_path, {}, SingleProcess(), said.append)
     trainer.step_count = 1
-    saving.save_if_due(0)
+    policy.save_if_due(0)
     assert trainer.saved == []
     assert said == ["warning: step 1 was not saved, training goes on: in the step"]
 

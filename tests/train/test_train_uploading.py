@@ -10,7 +10,7 @@ import torch
 
 from shoal.checkpoint import Piece, SingleProcess, Store, checkpoints, retain, save
 from shoal.train.config import CheckpointConfig
-from shoal.train.uploading import Uploading
+from shoal.train.save_policy import Uploads
 
 
 def saved(directory: Path, step: int) -> Path:
@@ -26,9 +26,9 @@ def test_a_checkpoint_stays_until_it_is_copied(tmp_path: Path, monkeypatch: pyte
         put(store, checkpoint, keep)
 
     monkeypatch.setattr(Store, "put", slow)
-    uploading = Uploading(CheckpointConfig(store=url, keep=1), said.append)
-    uploading.saved(saved(tmp_path, 1))
-    uploading.close()
+    uploads = Uploads(CheckpointConfig(store=url, keep=1), said.append)
+    uploads.add(saved(tmp_path, 1))
+    uploads.close()
     assert said == []
     assert Store(url).steps() == ["step-00000001"]
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000003", "step-00000001"]

@@ -1,8 +1,8 @@
-"""The checkpoints of a training: saved while training waits, or beside it.
+"""The checkpointer of a training: saves its state while the training waits, or beside it.
 
 Beside the training, a step waits for two things: for the save before, if that still goes on, and for a copy
 of the state in host memory. A thread writes the copy. There is never more than one copy. If a host has no
-memory for it, training waits until the checkpoint is written.
+memory for it, training waits until the checkpoint is written. `save_policy` says when a run saves, and where.
 """
 
 from __future__ import annotations
@@ -15,29 +15,16 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
-from shoal.checkpoint import (
-    Background,
-    Coordinator,
-    Ended,
-    Piece,
-    Saver,
-    Spread,
-    Staging,
-    coordinator_beside,
-    retain,
-)
+from shoal.checkpoint import Background, Coordinator, Ended, Piece, Saver, Spread, Staging, coordinator_beside
 from shoal.errors import CheckpointError, CommunicationError
 from shoal.parallel.device_memory import available_memory, memory_of_steps
 from shoal.record import Recorder
 from shoal.timeline import Kind
 from shoal.units import format_bytes
 
-__all__ = ["Begun", "Extra", "Saves", "Source", "Told", "has_room_for"]
-
-Extra = Mapping[str, Any] | None
-"""A JSON object to keep with a checkpoint, if there is one."""
+__all__ = ["Begun", "Checkpointer", "Source", "Told", "has_room_for"]
 
 Told = Callable[[Ended], object] | None
 """A function that is called with the end of a save, if there is one."""
@@ -86,7 +73,7 @@ class Begun:
 
 
 @final
-class Saves:
+class Checkpointer:
     """Save the checkpoints of a training; all ranks call each method together, `poll` and `close` excepted.
 
     Args:
@@ -130,8 +117,17 @@ class Saves:
         if not self._reserve(self._source.pieces()):
             self._staging.prepare()
 
-    def now(self, directory: Path, step: int, state: Mapping[str, Any], in_memory: int = 0) -> Path:
-        """Save a checkpoint while training waits; see `Source.to_save`, and `begin` for `in_memory`.
+    def save(
+        self,
+        directory: Path,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        keep: int = 0,
+        in_memory: int = 0,
+        say: Callable[[str], object] = warnings.warn,
+    ) -> Path:
+        """Save a checkpoint while training waits; see `begin` for the arguments, and `Saver.save` for `say`.
 
         In the memory of hosts it leaves room for a rank that comes.
 
@@ -148,7 +144,7 @@ class Saves:
                 self._memory_of_hosts(0, in_memory * _bytes(pieces), memory_of_steps()[0])
             if self._staging.has_room(pieces):
                 pieces = self._staging.copy(pieces)
-            path = self._saver.save(directory, step, pieces, kept, self._coordinator)
+            path = self._saver.save(directory, step, pieces, kept, self._coordinator, keep, say)
         self._on_save(path)
         return path
 
@@ -157,9 +153,10 @@ class Saves:
         directory: Path,
         step: int,
         state: Mapping[str, Any],
+        *,
         keep: int = 0,
-        told: Told = None,
         in_memory: int = 0,
+        told: Told = None,
     ) -> Begun:
         """Begin to save a checkpoint beside the training.
 
@@ -168,9 +165,9 @@ class Saves:
             step: Optimizer steps made.
             state: A JSON object to keep with the checkpoint.
             keep: Number of newest checkpoints that stay; 0 keeps all.
-            told: Called with the end of the save, by a later call of this object; without it, a failure is a
-                warning.
             in_memory: How often the memory of hosts holds each byte of the files; 0 if they are on a disk.
+            told: Called with the end of the save, in this call or by a later one of this object; without it,
+                a failure is a warning.
 
         Raises:
             CheckpointError: The state cannot be saved, a host's memory has no room for the files, or they
@@ -182,19 +179,19 @@ class Saves:
             waited = time.perf_counter() - began
             pieces, kept = self._source.to_save(directory, step, state)
             if reason := self._reserve(pieces, in_memory):
-                path = self._saver.save(directory, step, pieces, kept, self._coordinator)
-                if keep:
-                    retain(directory, keep, self._coordinator, warnings.warn, sound=path)
+                faults = list[str]()
+                path = self._saver.save(directory, step, pieces, kept, self._coordinator, keep, faults.append)
             else:
-                copies = self._staging.copy(pieces)
+                pieces = self._staging.copy(pieces)
+        self._told = told
         if reason:
-            self._on_save(path)
+            self._tell(Ended(step, path, None, faults, 0.0))
             return Begun(waited, time.perf_counter() - began, reason)
         if self._background is None:
             self._background = Background(self._saver, coordinator_beside())
             weakref.finalize(self, _end, self._background, _OTHERS)  # at the latest when the process ends
-        self._told, self._is_unfinished = told, True
-        self._background.begin(directory, step, copies, kept, keep)
+        self._is_unfinished = True
+        self._background.begin(directory, step, pieces, kept, keep)
         return Begun(waited, time.perf_counter() - began)
 
     def finish(self) -> None:
@@ -212,15 +209,8 @@ class Saves:
 
     def poll(self) -> None:
         """Tell of a save that has ended since the last call."""
-        ended = None if self._background is None else self._background.take()
-        if ended is None:
-            return
-        if ended.path is not None:
-            self._on_save(ended.path)
-        if self._told is not None:
-            self._told(ended)
-        elif ended.error is not None and self._coordinator.rank == 0:
-            warnings.warn(str(ended.error), stacklevel=3)
+        if self._background is not None and (ended := self._background.take()) is not None:
+            self._tell(ended)
 
     def close(self, reason: BaseException | None) -> None:
         """Wait until the save beside the training has ended on this rank; others may be gone.
@@ -232,6 +222,17 @@ class Saves:
             _end(self._background, self.patience if isinstance(reason, CommunicationError) else _OTHERS)
             self.poll()
         self._saver.close()
+
+    def _tell(self, ended: Ended) -> None:
+        """Tell of the end of a save."""
+        if ended.path is not None:
+            self._on_save(ended.path)
+        if self._told is not None:
+            self._told(ended)
+        elif self._coordinator.rank == 0:
+            for fault in (*ended.warnings, ended.error):
+                if fault is not None:
+                    warnings.warn(str(fault), stacklevel=4)
 
     def _reserve(self, pieces: Sequence[Piece], in_memory: int = 0) -> str:
         """Reserve memory for a copy of the pieces on all ranks; return why there is none, or ""."""
@@ -267,51 +268,39 @@ class Saves:
             CheckpointError: A host has no memory for the files.
         """
         mine = platform.node(), available_memory(), coming, memory_of_steps()[1], copies, files
-        told = self._coordinator.all_gather_object(mine)
-        hosts: dict[str, _Host] = {}
-        for name, free, *taken in told:
-            before = hosts.get(name, _Host(name))
-            hosts[name] = _Host(
-                name,
-                free=before.free if free is None else min(before.free, free),
-                coming=max(before.coming, taken[0]),
-                due=before.due + taken[1],
-                copies=before.copies + taken[2],
-                files=before.files + taken[3],
-            )
-        for each in hosts.values():
+        told: dict[str, list[Any]] = {}
+        for name, *numbers in self._coordinator.all_gather_object(mine):
+            told.setdefault(name, []).append(numbers)
+        hosts = []
+        for name, ranks in told.items():
+            free, comings, due, all_copies, all_files = zip(*ranks, strict=True)
+            least = min((each for each in free if each is not None), default=math.inf)
+            spare = max(0.0, least - max(comings) - sum(due))
+            hosts.append(_Host(name, spare, sum(all_copies), sum(all_files)))
+        for each in hosts:
             if each.files > (1 - _LEFT) * each.spare:
                 raise CheckpointError(
                     f"its files take {format_bytes(each.files)} of the memory of {each.name}, of which "
                     f"{format_bytes(int(each.spare))} is free"
                 )
-        return list(hosts.values())
+        return hosts
 
 
-@dataclass(frozen=True, slots=True)
-class _Host:
+class _Host(NamedTuple):
     """A host's memory, in bytes.
 
     Attributes:
         name: Its name.
-        free: What is free; infinite if the host does not say.
-        coming: What a rank that comes may take of that.
-        due: What the next steps of its ranks may take of that.
+        spare: What saves may take: what is free, less what the next steps and a rank that comes may take;
+            infinite if the host does not say what is free.
         copies: What copies take.
         files: What files of a checkpoint in memory take.
     """
 
     name: str
-    free: float = math.inf
-    coming: int = 0
-    due: int = 0
-    copies: int = 0
-    files: int = 0
-
-    @property
-    def spare(self) -> float:
-        """What saves may take."""
-        return max(0.0, self.free - self.coming - self.due)
+    spare: float
+    copies: int
+    files: int
 
 
 def has_room_for(pieces: Sequence[Piece]) -> bool:
