@@ -154,6 +154,7 @@ def test_a_claim_that_another_program_wrote_over_is_that_of_an_unknown_process(t
 
 def test_a_process_that_was_taken_over_finds_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shoal.run.writer._LEASE", 0.0)
+    monkeypatch.setattr("shoal.run.writer._BEAT", 3600.0)  # a paused machine gives no sign of life
     mine = Claiming(tmp_path).wait()
     change_claim(tmp_path, kernel="another one")
     with held_elsewhere(tmp_path, mine.number) as other:
@@ -169,6 +170,7 @@ def test_a_process_that_was_taken_over_stays_refused_once_the_other_one_has_ende
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("shoal.run.writer._LEASE", 0.0)
+    monkeypatch.setattr("shoal.run.writer._BEAT", 3600.0)  # a paused machine gives no sign of life
     mine = Claiming(tmp_path).wait()
     change_claim(tmp_path, kernel="another one")
     with held_elsewhere(tmp_path, mine.number) as other:
