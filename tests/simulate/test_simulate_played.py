@@ -90,7 +90,8 @@ def test_the_parts_of_a_played_step_are_its_seconds(case):
     exposed = sum(parts.get(name, 0.0) for name in ("tensor", "context", "expert", "data", "pipeline"))
     # Equal buckets are one here. With several groups, whose buckets load the device differently, that slows
     # other compute than one after another: over shards and replicas, and over tp for what is cut and what is
-    # whole. With tp that changed 17 of 3,776 sums, by 0.6 % at most; bucket after bucket, six of these are equal.
+    # whole. With tp that changed 17 of 3,776 sums, by 0.6 % at most; six of these are equal if buckets are
+    # played one after another.
     if plan.pp == 1 and plan.replicate == 1 and plan.ep == 1:
         late = step.exposed_communication + step.straggler_wait
         near = 1e-6 if plan.tp == 1 else 0.02
