@@ -8,13 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from decimal import Decimal
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast, get_args, get_origin, get_type_hints
+from typing import Any, Protocol, cast, get_args, get_origin, get_type_hints
 
 from shoal.cluster.keys import keys_of
 from shoal.errors import ClusterError, nearest
-
-if TYPE_CHECKING:
-    from shoal.cluster.cluster import Cluster
 
 __all__ = ["commented_toml", "fields_of", "toml_of"]
 
@@ -115,7 +112,11 @@ def toml_of(described: Mapping[str, Any]) -> str:
     return "".join(_lines(described, ()))
 
 
-def commented_toml(cluster: Cluster) -> str:
+class _Described(Protocol):
+    def described(self) -> dict[str, Any]: ...
+
+
+def commented_toml(cluster: _Described) -> str:
     """Return a Cluster as TOML to be edited: with units, and large numbers as 450e9."""
     kind: Any = type(cluster)
     lines: list[str] = []
