@@ -4,13 +4,13 @@ import dataclasses
 import random
 
 import pytest
+from random_plans import ORDERS, random_plan
 
 from shoal.cluster import Cluster, Part
 from shoal.errors import ShoalError
 from shoal.plan import ByFields, Plan, SettledPlan
 from shoal.planner.shared import Shared
 from shoal.workload import ModelShape, workload_of
-from tests.random_plans import ORDERS, random_plan
 
 WORKLOAD = workload_of(ModelShape(name="small", layers=8, hidden=256, ffn=512, heads=8, vocab=512, seq=256))
 BATCH = 32
