@@ -28,7 +28,7 @@ from shoal.cli.table import table_of
 from shoal.cluster import Cluster
 from shoal.cluster.tables import table
 from shoal.cost.collectives import algorithm_seconds
-from shoal.plan.groups import Group
+from shoal.plan.group import Group
 from shoal.validate import MeasuredCollective, is_fitted, read_collectives
 from shoal.validate.collectives import SMALL_BYTES
 

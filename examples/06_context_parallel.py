@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shoal
-from shoal.models.transformer import causal_attention, positions_from_zero
+from shoal.models.attention import causal_attention
+from shoal.models.transformer import positions_from_zero
 
 LETTERS, WIDTH, HEADS, SEQ = 8, 32, 4, 64
 

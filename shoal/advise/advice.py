@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["LEAST_GAIN", "Advice"]
-
 LEAST_GAIN = 0.03
 """Share of a step from which on a gain is worth advice."""
 

@@ -17,8 +17,6 @@ from shoal.simulate import stage_times
 from shoal.timeline import Timeline, explain
 from shoal.workload import Workload
 
-__all__ = ["Known", "advices"]
-
 
 @dataclass(frozen=True, slots=True)
 class Known:

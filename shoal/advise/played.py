@@ -19,8 +19,6 @@ from shoal.simulate import played_seconds
 from shoal.timeline import Breakdown, Timeline
 from shoal.workload import Workload
 
-__all__ = ["played_advice"]
-
 
 def played_advice(
     timeline: Timeline,

@@ -19,8 +19,6 @@ from shoal.timeline import Breakdown, Kind, Timeline
 from shoal.timeline.kinds import kinds_of_step
 from shoal.timeline.windows import StepWindows
 
-__all__ = ["shares_advice"]
-
 _PERSISTENT = 0.8
 """Share of the steps in which a rank must be the slowest."""
 

@@ -19,8 +19,6 @@ from shoal.planner import changed
 from shoal.simulate import StageTimes
 from shoal.timeline import Breakdown
 
-__all__ = ["split_advice"]
-
 
 def split_advice(
     stages: Sequence[StageTimes], breakdown: Breakdown, plan: SettledPlan, batch: int

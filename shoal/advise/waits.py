@@ -11,8 +11,6 @@ from shoal.plan import SettledPlan
 from shoal.planner import changed
 from shoal.timeline import Breakdown
 
-__all__ = ["data_advice", "launch_advice"]
-
 
 def data_advice(breakdown: Breakdown, data: Mapping[str, Any] | None = None) -> Advice | None:
     """Return advice on the wait for data, of the rank that waits most; None if it is short.

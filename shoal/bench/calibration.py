@@ -20,8 +20,6 @@ from shoal.collectives.options import Options
 from shoal.collectives.table_file import built_in_table, save_table
 from shoal.cost import COLLECTIVES
 
-__all__ = ["write_table"]
-
 _ROUNDS = 3
 
 

@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["COLLECTIVES", "Collective", "Extent"]
-
 
 class Extent(Enum):
     """The part of a collective's size that one buffer of one rank holds."""

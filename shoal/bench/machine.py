@@ -14,8 +14,6 @@ import torch
 from shoal.collectives.core import load_core
 from shoal.units import format_bytes, format_seconds
 
-__all__ = ["Machine", "copy_rate", "describe", "flag_latency"]
-
 _COPY_BYTES = 256 << 20  # well beyond any cache
 _COPIES = 5
 

@@ -32,8 +32,6 @@ from shoal.bench.row import Row
 from shoal.bench.settings import Settings
 from shoal.bench.world import Ranks
 
-__all__ = ["measure"]
-
 _TURN_SECONDS = 0.05
 _WARM_UP_SECONDS = 0.01
 _FEWEST, _MOST = 3, 100_000

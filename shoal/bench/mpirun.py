@@ -16,8 +16,6 @@ from typing import Any, NoReturn
 from shoal.bench.world import Ranks
 from shoal.errors import ConfigError, WorkerError
 
-__all__ = ["abort", "choose_master", "mpirun", "ranks_of_mpi", "started_by_mpirun"]
-
 _LOCAL = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}
 
 _MPI = {

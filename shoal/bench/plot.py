@@ -10,8 +10,6 @@ from typing import Any
 from shoal.bench.row import Row
 from shoal.errors import ConfigError, MissingExtraError
 
-__all__ = ["plot", "require_plot"]
-
 _INCHES = (6.0, 4.2)  # size of one picture in the grid
 
 

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from shoal.bench.collective import Collective, Extent
 
-__all__ = ["expected", "given"]
-
 _PERIOD = 1021
 _LARGEST_SUM = 96  # over all ranks: exact in int8, and in bfloat16, where integers up to 256 are exact
 

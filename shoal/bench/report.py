@@ -12,8 +12,6 @@ from shoal.bench.row import Row
 from shoal.bench.settings import Settings
 from shoal.bench.table import heading, line
 
-__all__ = ["Facts", "report_json", "report_table"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts:

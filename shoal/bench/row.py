@@ -8,8 +8,6 @@ from typing import Any
 
 from shoal.bench.collective import COLLECTIVES
 
-__all__ = ["Row", "ratio"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:

@@ -20,8 +20,6 @@ from shoal.bench.settings import Settings
 from shoal.bench.world import Ranks
 from shoal.errors import CommunicationError
 
-__all__ = ["run", "stdout_for_data"]
-
 Report = Callable[[Iterable[tuple[Row, ...]], Facts], None]
 
 

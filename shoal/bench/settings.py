@@ -10,8 +10,6 @@ from shoal.cost import ALGORITHMS
 from shoal.errors import ConfigError, nearest
 from shoal.units import format_bytes, parse_bytes
 
-__all__ = ["BACKENDS", "DTYPES", "OPERATORS", "Settings", "parse_names", "parse_sizes"]
-
 BACKENDS = ("shoal", "shoal-shared", "gloo", "nccl", "mpi", "oneccl", "memory")
 """Names of contestants; `contestants/` explains each."""
 

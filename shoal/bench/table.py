@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 from shoal.bench.row import Row, ratio
 
-__all__ = ["heading", "line"]
-
 _GAP = "  "
 _BAR = "|"
 

@@ -17,8 +17,6 @@ import torch.distributed as dist
 
 from shoal.collectives.meeting_point import open_store
 
-__all__ = ["Ranks", "joined"]
-
 _TIMEOUT = timedelta(seconds=300)
 
 

@@ -8,8 +8,6 @@ from collections.abc import Hashable, Sequence
 from shoal.errors import ConfigError
 from shoal.plan import DEGREES, Plan
 
-__all__ = ["covering", "with_axes"]
-
 Pair = tuple[Hashable, Hashable]
 
 _CHOICES = ("replicate", "shard", "tensor", "context", "schedule", "recompute")

@@ -19,8 +19,6 @@ from shoal.check.reference import Step, gradients_of
 from shoal.check.task_trial import AnyTrial
 from shoal.plan import AXES, Mesh
 
-__all__ = ["Evidence", "explain_gradient", "explain_norm", "explain_parameter", "explain_samples"]
-
 _FITS = 1e-3  # largest error of a hypothesis that fits, as a share of the tensor's norm
 _MOST_TRIED = 32  # largest number of micro-batches whose loss is tried
 _DATA_AXES = ("replicate", "shard")

@@ -27,20 +27,6 @@ from shoal.record import Recorder
 from shoal.train.micro_batch import TrainingData
 from shoal.train.trainer import Runtime, Trainer
 
-__all__ = [
-    "Copy",
-    "Fragment",
-    "RankStep",
-    "copies",
-    "distinct",
-    "fragment_of",
-    "gradient_of",
-    "groups_freed",
-    "places",
-    "trace_under",
-    "train_under",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Fragment:

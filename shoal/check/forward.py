@@ -15,8 +15,6 @@ from shoal.check.trace import Forward, Note, Place, RankTrace, joined
 from shoal.check.trial import Trial
 from shoal.plan import Mesh
 
-__all__ = ["Fault", "ForwardReference", "first_fault"]
-
 
 @dataclass(frozen=True, slots=True)
 class ForwardReference:

@@ -10,8 +10,6 @@ from shoal.plan.schedules import Action
 from shoal.record import NullRecorder, OpenSpan, Recorder
 from shoal.timeline import Kind
 
-__all__ = ["ForwardRecorder"]
-
 
 @final
 class ForwardRecorder(Recorder):

@@ -34,8 +34,6 @@ from shoal.models.loss import IGNORED
 from shoal.train.learning_rate import learning_rate
 from shoal.train.micro_batch import auxiliary_coefficient
 
-__all__ = ["Reference", "Step", "Sums", "Tensors", "forward_of", "gradients_of"]
-
 Tensors = dict[str, torch.Tensor]
 """Tensors by the parameter's name."""
 

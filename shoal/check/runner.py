@@ -26,8 +26,6 @@ from shoal.parallel import own_device
 from shoal.plan import Mesh, Plan, SettledPlan
 from shoal.scratch import scratch_folder
 
-__all__ = ["CheckJob", "Comparison", "compare_here", "compare_locally", "serve"]
-
 _TIMEOUT = 300.0  # seconds; also the time limit of the other ranks for the first one's reference
 _USER_ERROR, _STOPPED = 2, 130
 

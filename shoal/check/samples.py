@@ -14,8 +14,6 @@ from shoal.data.packed import kept_apart
 from shoal.errors import ModelError
 from shoal.models.loss import IGNORED
 
-__all__ = ["RandomTokens", "tokens_of"]
-
 _SPECIAL = ("_token_id", "_token_index")
 
 

@@ -16,8 +16,6 @@ from shoal.models.tiny_hugging_face import kind_of, kinds
 from shoal.parallel import require_layout, require_trainable
 from shoal.plan import Plan, SettledPlan
 
-__all__ = ["AnyTrial", "TaskSamples", "TaskTrial", "trial_of"]
-
 _ALONG = ("pp", "cp", "ep")  # degrees that split a model or a sample in ways that Shoal must know
 
 

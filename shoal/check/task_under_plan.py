@@ -22,8 +22,6 @@ from shoal.train import load, save
 from shoal.train.learning_rate import learning_rate
 from shoal.train.optimizer import groups_by_decay
 
-__all__ = ["train_task_under"]
-
 
 def train_task_under(trial: TaskTrial, plan: Plan, device: torch.device) -> list[RankStep]:
     """Train as one rank of the default process group.

@@ -23,19 +23,6 @@ from shoal.check.reference import Reference, Step, Sums, Tensors
 from shoal.check.task_trial import AnyTrial
 from shoal.errors import ConfigError
 
-__all__ = [
-    "FLOOR",
-    "MULTIPLE",
-    "TYPES",
-    "Bounds",
-    "Tolerance",
-    "bound_of",
-    "relative",
-    "require_precision",
-    "scales_of",
-    "vector_deviation",
-]
-
 MULTIPLE = 5.0
 """Factor on the other ways' deviation. Data-parallel Plans of 25 seeds, in fp32 and bf16, needed 1.5."""
 

@@ -17,8 +17,6 @@ from shoal.models import Mixture
 from shoal.models.expert_products import Runs
 from shoal.models.transformer import Rotary
 
-__all__ = ["Forward", "Note", "Place", "RankTrace", "Trace", "joined"]
-
 Place = tuple[str, str]
 """Name of a layer, and one of its quantities: "positions", "choices" or "output"."""
 

@@ -19,8 +19,6 @@ from shoal.parallel import require_documents, require_layout, require_trainable
 from shoal.plan import Plan, SettledPlan
 from shoal.train.config import OptimizerConfig
 
-__all__ = ["CLIP", "OPTIMIZER", "Trial", "require_counts", "without_dropout"]
-
 CLIP = 1.0
 """Largest norm of the whole gradient."""
 

@@ -22,8 +22,6 @@ from shoal.check.task_trial import AnyTrial
 from shoal.check.tolerance import Tolerance, relative, scales_of, vector_deviation
 from shoal.plan import Mesh, Plan, SettledPlan
 
-__all__ = ["Departure", "Deviation", "StepReport", "Verdict", "judge", "may_be_of_forward", "with_fault"]
-
 _SHOWN = 6  # number of deviating parameters that are named after the first
 
 

@@ -14,8 +14,6 @@ from shoal.checkpoint.manifest import TensorRecord, read_manifest
 from shoal.checkpoint.region import Piece
 from shoal.checkpoint.shard import dtype_named
 
-__all__ = ["Difference", "compare"]
-
 _OF_RANK = "rank/"
 _TOGETHER = 1 << 26  # bytes of tensors that are read at once, unless one has more
 

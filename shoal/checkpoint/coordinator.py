@@ -27,19 +27,6 @@ from shoal.collectives.values import all_gather_value, gather_value
 from shoal.errors import CheckpointError, CommunicationError, CorruptCheckpointError, RunError
 from shoal.values import decode, encode
 
-__all__ = [
-    "Coordinator",
-    "ProcessGroupCoordinator",
-    "SingleProcess",
-    "Spread",
-    "StoreCoordinator",
-    "all_ranks",
-    "attempt_for_rank_zero",
-    "attempt_on_rank_zero",
-    "attempt_together",
-    "coordinator_beside",
-]
-
 T = TypeVar("T")
 Result = TypeVar("Result")
 

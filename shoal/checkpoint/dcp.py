@@ -46,8 +46,6 @@ from shoal.checkpoint.verify import verify
 from shoal.errors import CheckpointError, CorruptCheckpointError, RunError
 from shoal.limits import is_inside, open_regular, strict_json_of
 
-__all__ = ["from_dcp", "to_dcp"]
-
 _FACTS = "shoal.json"
 _OPTIMIZER = re.compile(r"optim(?:izer)?\.state\.(.+)\.([^.]+)")
 _HARMLESS = {

@@ -23,8 +23,6 @@ from pathlib import Path
 from shoal.checkpoint.files import FileSystem, remove_tree
 from shoal.errors import CheckpointError
 
-__all__ = ["age_of", "checkpoints", "delete", "free_path", "resolve", "staging_path", "step_of", "sweep"]
-
 _COMPLETE = re.compile(r"step-([0-9]+)(?:\.([0-9]+))?")
 _LEFT_OVER = re.compile(r"step-[0-9]+(?:\.([0-9]+))?\.(tmp|deleted)")
 

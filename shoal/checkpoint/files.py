@@ -20,18 +20,6 @@ import numpy.typing as npt
 
 from shoal.limits import open_regular
 
-__all__ = [
-    "ALIGNMENT",
-    "REAL_FILES",
-    "Chunks",
-    "FileSystem",
-    "RealFiles",
-    "digest_of",
-    "hash_of_file",
-    "remove_tree",
-    "write_file",
-]
-
 ALIGNMENT = 4096
 """Bytes of which places in memory and in a file are multiples where writing goes past the system's cache."""
 

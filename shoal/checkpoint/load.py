@@ -38,8 +38,6 @@ from shoal.checkpoint.verify import check_hash, check_size
 from shoal.collectives.bounce_buffers import BounceBuffers
 from shoal.errors import CheckpointError, CorruptCheckpointError, TrainingError, nearest
 
-__all__ = ["fill", "load", "load_verified"]
-
 _TOLD = 4  # files of which a rank tells, so that what all ranks tell grows with their number alone
 
 

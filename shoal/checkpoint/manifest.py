@@ -36,8 +36,6 @@ from shoal.checkpoint.region import Region, check_coverage
 from shoal.errors import CheckpointError, CorruptCheckpointError
 from shoal.limits import DIMS, MANIFEST, is_inside, read_regular, strict_json_of
 
-__all__ = ["MANIFEST_NAME", "FileRecord", "Manifest", "StoredPiece", "TensorRecord", "merge", "read_manifest"]
-
 MANIFEST_NAME = "manifest.json"
 _FORMAT = 1
 _MOST = (1 << 63) - 1  # bytes or elements

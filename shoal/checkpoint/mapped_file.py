@@ -13,8 +13,6 @@ import torch
 
 from shoal.checkpoint.shard import dtype_name
 
-__all__ = ["make_mapped_file"]
-
 _ALIGNMENT = 64  # bytes, of the first tensor
 
 

@@ -18,8 +18,6 @@ from safetensors import safe_open
 
 from shoal.limits import open_regular, strict_json_of
 
-__all__ = ["HashedPass", "ShardReader"]
-
 _CHUNK_BYTES = 1 << 20  # bytes that are read by one request and then hashed, while the next are read
 _CHUNKS_AHEAD = 4  # chunks that are read before their hash is known, which bounds what is in memory
 _LONGEST_HEADER = 100_000_000  # bytes: the limit of the format

@@ -17,8 +17,6 @@ import torch
 
 from shoal.errors import CheckpointError
 
-__all__ = ["Piece", "Region", "Run", "check_coverage", "overlaps", "runs"]
-
 _Span = tuple[int, int]
 _Range = tuple[int, int]
 _Block = tuple[_Range, ...]

@@ -50,8 +50,6 @@ from shoal.collectives.thread_device import on_callers_device
 from shoal.errors import CheckpointError, ShoalError
 from shoal.run.writer import Claiming, Writer
 
-__all__ = ["Background", "Ended", "Part", "Saver", "commit", "save"]
-
 
 @dataclass(frozen=True, slots=True)
 class Part:

@@ -15,8 +15,6 @@ from shoal.checkpoint.region import Piece
 from shoal.collectives.bounce_buffers import BounceBuffers
 from shoal.errors import CheckpointError
 
-__all__ = ["Shard", "Values", "describe", "dtype_name", "dtype_named", "in_order", "own_values"]
-
 _LARGE = 1 << 20  # bytes
 _PART = 2 << 20
 """Bytes of a part of a tensor on a device: less than a chunk, so that it is copied before the next one."""

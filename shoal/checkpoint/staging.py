@@ -16,8 +16,6 @@ from shoal.checkpoint.shard import in_order
 from shoal.collectives.page_lock import HostPages
 from shoal.collectives.thread_device import on_callers_device
 
-__all__ = ["Staging"]
-
 _SPARE, _LEAST = (
     0.02,
     1 << 20,

@@ -26,8 +26,6 @@ from shoal.errors import CheckpointError, ConfigError, CorruptCheckpointError, M
 from shoal.limits import DESCRIPTION, MANIFEST, json_of, open_regular, read_regular
 from shoal.run.writer import claimed
 
-__all__ = ["Store", "is_url"]
-
 _DESCRIPTION = "run.json"
 _CHUNK_BYTES = 8 << 20
 

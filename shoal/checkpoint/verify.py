@@ -13,18 +13,6 @@ from shoal.checkpoint.manifest import FileRecord, Manifest, read_manifest
 from shoal.errors import ConfigError, CorruptCheckpointError
 from shoal.run.writer import claimed
 
-__all__ = [
-    "check_hash",
-    "check_size",
-    "check_sizes",
-    "latest",
-    "newest_sound",
-    "newest_verified",
-    "read_together",
-    "retain",
-    "verify",
-]
-
 T = TypeVar("T")
 
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from shoal.advise import Advice, Known
     from shoal.run import Run
 
-__all__ = ["add_arguments", "advice_on", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""

@@ -15,8 +15,6 @@ import argparse
 import signal
 import sys
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""

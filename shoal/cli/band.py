@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from shoal.plan import Plan
     from shoal.workload import Workload
 
-__all__ = ["ASIDE", "aside", "band_summary", "band_text"]
-
 ASIDE = "90 % in"
 """Head of the column that `aside` fills."""
 

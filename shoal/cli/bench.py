@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from shoal.bench.world import Ranks
     from shoal.launch import Nursery
 
-__all__ = ["add_arguments", "run"]
-
 _STOPPED = 130
 
 

@@ -13,18 +13,6 @@ from shoal.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from shoal.diagnosis import Verdict
 
-__all__ = [
-    "breakdown_summary",
-    "collectives_text",
-    "compare_text",
-    "launch_text",
-    "named_collectives_text",
-    "parts_text",
-    "ranks_text",
-    "verdict_summary",
-    "words",
-]
-
 _LARGE_LAUNCH = 0.1
 """Share of a step from which on the report says what to do about launch."""
 

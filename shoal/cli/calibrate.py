@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from shoal.cost.outlook import Observation
     from shoal.run import Run
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from shoal.check import AnyTrial, CheckJob, Deviation, StepReport, Verdict
     from shoal.launch import Nursery, World
 
-__all__ = ["add_arguments", "run", "tell"]
-
 _REFUSED, _STOPPED = 2, 130
 _LEAST_BATCH = 8
 _ZOO = "shoal.testing.zoo:"

@@ -20,8 +20,6 @@ from shoal.units import format_bytes
 if TYPE_CHECKING:
     from shoal.checkpoint import Difference
 
-__all__ = ["add_arguments", "run", "run_convert", "run_copy", "run_diff"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the subcommands."""

@@ -20,8 +20,6 @@ from shoal.cli.files import write_new
 from shoal.cli.table import as_json
 from shoal.errors import ClusterError
 
-__all__ = ["add_arguments"]
-
 _GIGABIT = 1e9 / 8
 _IMPORT = """\
 Describes a node from its topology, as NCCL (or RCCL) writes it to NCCL_TOPO_DUMP_FILE, or as

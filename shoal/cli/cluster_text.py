@@ -13,8 +13,6 @@ from shoal.cluster.derived import derived
 from shoal.cluster.keys import keys_of
 from shoal.units import format_bytes, format_seconds
 
-__all__ = ["derived_text", "list_rows", "list_text", "show_text"]
-
 _THOUSANDS = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _GIGABIT = 1e9 / 8
 _UNKNOWN = {"price", "reserved", "spot", "interruptions", "failures", "overhead", "file_bandwidth"}

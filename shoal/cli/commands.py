@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 from importlib import import_module
 
-__all__ = ["COMMANDS", "add_command"]
-
 COMMANDS = {
     "train": "train a model, on this machine or as part of a cluster",
     "launch": "start a training on other machines: by ssh, Slurm, Kubernetes or Ray",

@@ -23,8 +23,6 @@ from shoal.units import format_bytes
 if TYPE_CHECKING:
     from shoal.compare import Difference, RunValues
 
-__all__ = ["add_arguments", "run"]
-
 _UNITS: Mapping[str, Callable[[float], str]] = {
     "s": lambda value: f"{value:.6f} s",
     "tokens/s": lambda value: f"{value:,.0f}",

@@ -14,8 +14,6 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""

@@ -34,8 +34,6 @@ from shoal.doctor import (
 from shoal.errors import ConfigError, RunError
 from shoal.run import Run
 
-__all__ = ["add_arguments", "run"]
-
 _MOST_LOG = 64 << 20  # characters
 _LONGEST = 3600.0  # seconds
 

@@ -18,8 +18,6 @@ from shoal.errors import RunError
 from shoal.run import Run
 from shoal.run.writer import is_written
 
-__all__ = ["add_arguments", "run"]
-
 _ANSWER = 30.0  # seconds for the launcher to answer
 _LOOK = 0.1  # seconds between looks for the answer
 

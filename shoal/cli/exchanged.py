@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from shoal.plan import Groups, Plan
 from shoal.timeline import Kind, Purpose, Span, Timeline
 
-__all__ = ["exchanged_summary", "exchanged_text", "sent_bytes"]
-
 _SENT = {"all_reduce": 2.0, "reduce_scatter": 1.0, "all_gather": 1.0, "all_to_all": 1.0}
 """Bytes that each of n ranks sends, over (n - 1) / n of the bytes that its span is counted with."""
 

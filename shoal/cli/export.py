@@ -12,8 +12,6 @@ from pathlib import Path
 
 from shoal.units import format_bytes
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from shoal.plan import Plan
     from shoal.simulate import FailureModel
 
-__all__ = ["add_failures", "failures_summary", "failures_text"]
-
 _DAY = 86_400.0
 _LONGEST = 3650 * _DAY
 _UNITS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": _DAY}

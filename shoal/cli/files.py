@@ -10,8 +10,6 @@ from pathlib import Path
 
 from shoal.errors import UserError
 
-__all__ = ["write_file", "write_new", "write_text"]
-
 
 def write_file(what: str, path: Path, option: str, write: Callable[[Path], object]) -> None:
     """Write a file, and say on stderr where it is.

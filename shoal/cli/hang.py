@@ -16,8 +16,6 @@ from shoal.cli.table import as_json, paragraph
 from shoal.errors import RunError
 from shoal.hang import Cause, RankState, is_dump_folder, judge, read_dumps, read_states
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""

@@ -23,8 +23,6 @@ from shoal.submit import Container
 if TYPE_CHECKING:
     from shoal.fleet import Policy, Work
 
-__all__ = ["add_arguments"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the targets."""

@@ -9,8 +9,6 @@ from shoal.cli.local import positive_whole, whole
 from shoal.errors import ConfigError
 from shoal.submit import FORMS, KubernetesJob
 
-__all__ = ["add_target"]
-
 
 def add_target(targets: argparse._SubParsersAction) -> None:
     """Add the target to `shoal launch`."""

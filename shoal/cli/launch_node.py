@@ -11,8 +11,6 @@ from contextlib import nullcontext
 from shoal.cli.launched_train import TrainWords, add_words
 from shoal.errors import ConfigError
 
-__all__ = ["add_target"]
-
 
 def add_target(targets: argparse._SubParsersAction) -> None:
     """Add the target to `shoal launch`."""

@@ -12,8 +12,6 @@ from shoal.cli.local import positive_seconds, positive_whole, whole
 from shoal.errors import ConfigError
 from shoal.submit import SlurmJob, submit
 
-__all__ = ["add_target"]
-
 
 def add_target(targets: argparse._SubParsersAction) -> None:
     """Add the target to `shoal launch`."""

@@ -13,8 +13,6 @@ from shoal.cli.commands import add_command
 from shoal.cli.nodes import given_run
 from shoal.errors import ConfigError
 
-__all__ = ["TrainWords", "add_words"]
-
 
 @dataclass(frozen=True, slots=True)
 class TrainWords:

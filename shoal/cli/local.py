@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from shoal.launch import Nursery
 
-__all__ = ["least_and_most", "nursery_for", "positive_seconds", "positive_whole", "whole"]
-
 
 def nursery_for(args: argparse.Namespace, module: str) -> AbstractContextManager[Nursery | None]:
     """Return a context in which there is a nursery, if this process is the program itself.

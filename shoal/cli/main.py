@@ -16,8 +16,6 @@ from shoal.errors import ShoalError, WorkerError
 from shoal.limits import NotRegularError
 from shoal.signals import keep_exit_codes
 
-__all__ = ["main"]
-
 _OF_THE_PLACE = frozenset(
     {errno.ENAMETOOLONG, errno.ELOOP, errno.EROFS, errno.ENOSPC, errno.EDQUOT}
     | {errno.EIO, errno.ESTALE, errno.ENOTCONN, errno.EHOSTDOWN, errno.EREMOTEIO}

@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from shoal.cost.memory import PieceMemory
     from shoal.run import MeasuredMemory
 
-__all__ = ["add_arguments", "run"]
-
 _STATES = ("weights", "gradients", "optimizer")
 _MOST_RANKS = 16  # ranks that are printed; --json has all
 

@@ -18,8 +18,6 @@ from shoal.units import parse_bytes
 if TYPE_CHECKING:
     from shoal.check import Trial
 
-__all__ = ["ModelStages", "add_model", "open_model"]
-
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the options for the model and for its costs."""

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from shoal.launch import Meeting, Nursery
     from shoal.train import Job
 
-__all__ = ["add_nodes", "given_run", "run_on_hosts"]
-
 _PORT = 29500  # torchrun's
 _MOST_GIVEN = 1 << 15  # characters of settings that are compared: a link's first message is short
 

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from shoal.cost.outlook import LongRun
     from shoal.workload import Workload
 
-__all__ = ["add_outlook", "as_asked", "long_run_of", "long_run_summary", "long_run_text"]
-
 _DAY = 86400.0
 
 

@@ -12,8 +12,6 @@ from shoal.run import Run
 from shoal.timeline import Span, Timeline
 from shoal.timeline.windows import StepWindows
 
-__all__ = ["write_parquet"]
-
 _ROWS = 50_000
 """Rows of a group, which is written at once."""
 

@@ -21,8 +21,6 @@ from shoal.units import format_bytes, format_count, format_seconds
 if TYPE_CHECKING:
     from shoal.planner import Candidate, Choice, Explanation, Unequal
 
-__all__ = ["add_arguments", "run"]
-
 _DESCRIPTION = f"""\
 Finds the fastest Plans for a model on a cluster. Considers every legal Plan, leaves out those that do not fit
 in memory and those that a lower bound shows to be slower, and plays a step of the others, as shoal simulate

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from shoal.launch import Nursery
     from shoal.probe import Probed
 
-__all__ = ["add_arguments", "run"]
-
 _STOPPED = 130
 _BACKENDS = ("shoal", "gloo", "nccl")
 

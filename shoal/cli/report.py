@@ -43,8 +43,6 @@ from shoal.simulate import (
 from shoal.timeline import Breakdown, Timeline, explain, named_collectives, write_chrome_trace
 from shoal.units import format_count, format_seconds, parse_steps
 
-__all__ = ["add_arguments", "run", "summarise"]
-
 _DESCRIBED = ("name", "plan", "world_size", "model", "device", "since_step")
 _OF_METRICS = (
     *("loss", "validation_loss", "validation_accuracy", "servers", "decisions"),

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from shoal.errors import RunError
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""

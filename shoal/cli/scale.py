@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from shoal.cost.outlook import LongRun
     from shoal.planner import Point, Scaling
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""

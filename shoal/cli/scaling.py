@@ -20,8 +20,6 @@ from shoal.units import format_seconds
 if TYPE_CHECKING:
     from shoal.timeline import Timeline
 
-__all__ = ["run_scaling"]
-
 _FURTHER = (2, 4)
 """Times the most ranks that were measured, for which the law is printed too."""
 

@@ -21,8 +21,6 @@ from shoal.plan.schedules.draw import draw
 from shoal.plan.schedules.text import picture
 from shoal.units import format_bytes
 
-__all__ = ["add_arguments", "run"]
-
 _WIDTH_OF_FILES = 160  # columns of a picture where there is no terminal
 
 _DESCRIPTION = f"""\

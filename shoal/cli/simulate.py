@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from shoal.cost import RankMemory
     from shoal.simulate import Simulation
 
-__all__ = ["add_arguments", "run"]
-
 _MOST_ROWS = 16  # ranks along the pipeline that are printed; --json has all
 
 _MEMORY = (

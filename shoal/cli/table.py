@@ -9,8 +9,6 @@ from typing import Any
 
 from shoal.units import finite
 
-__all__ = ["as_json", "labelled", "paragraph", "table_of"]
-
 _COLUMNS = 100  # for text
 
 

@@ -10,8 +10,6 @@ from shoal.run import Run
 from shoal.simulate import mark_bubbles, measured_timeline
 from shoal.timeline import Timeline
 
-__all__ = ["timeline_at"]
-
 
 def timeline_at(path: Path) -> Timeline:
     """Return the measured timeline of a Run, of a folder of traces or of a table, with bubbles marked.

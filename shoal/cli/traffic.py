@@ -11,8 +11,6 @@ from shoal.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from shoal.simulate import Traffic
 
-__all__ = ["traffic_summary", "traffic_text"]
-
 
 def traffic_summary(traffic: Traffic, exposed: Mapping[str, float]) -> list[dict[str, Any]]:
     """Return the exchanges of a rank as objects for JSON.

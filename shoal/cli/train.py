@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from shoal.run import Run
     from shoal.train import Job
 
-__all__ = ["add_arguments", "run"]
-
 _FAILED = (1, 130)  # exit codes after which resuming may help: a rank failed, or was stopped before it saved
 
 

@@ -22,8 +22,6 @@ from shoal.units import format_bytes, format_seconds
 from shoal.validate import Accuracy, Comparison, accuracy_of, validate
 from shoal.validate.collectives import over_all_collectives
 
-__all__ = ["add_arguments", "run"]
-
 _FEW = 20  # rows that are printed by default
 
 _HALVES = {"fitted": (True,), "held out": (False,), "all": (True, False)}

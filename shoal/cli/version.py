@@ -9,8 +9,6 @@ from typing import Any
 
 from shoal.release import release
 
-__all__ = ["PrintVersion"]
-
 
 class PrintVersion(argparse.Action):
     """Print the version, and whether the native core is built, and exit. Imports no torch."""

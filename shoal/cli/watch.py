@@ -24,8 +24,6 @@ from shoal.errors import ShoalError, UserError
 if TYPE_CHECKING:
     from shoal.diagnosis.run_follower import RunFollower
 
-__all__ = ["add_arguments", "run"]
-
 _LOOK_TERMINAL, _LOOK_PLAIN = 0.5, 10.0
 _REST = 4.0
 """Times of a look for which the command rests after it."""

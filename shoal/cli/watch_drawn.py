@@ -24,8 +24,6 @@ except ImportError as error:
 if TYPE_CHECKING:
     from shoal.diagnosis.run_follower import RunFollower
 
-__all__ = ["Drawing", "drawn", "sparkline"]
-
 _LOOKS: Mapping[str, tuple[str, str]] = {
     "compute": ("█", "blue"),
     "launch": ("▚", "magenta"),

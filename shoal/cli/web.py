@@ -19,8 +19,6 @@ from pathlib import Path
 from shoal.errors import UserError
 from shoal.listener import loopback
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command."""

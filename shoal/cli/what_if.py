@@ -15,8 +15,6 @@ from shoal.cli.timelines import timeline_at
 from shoal.errors import RunError
 from shoal.replay import WhatIf, what_if
 
-__all__ = ["add_arguments", "run"]
-
 _SMALLEST = 0.001  # share of a step of a change that is worth a row
 _ROWS = 20
 

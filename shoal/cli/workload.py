@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from shoal.cluster import Cluster
     from shoal.workload import Workload
 
-__all__ = ["MFU", "add_margin", "add_workload", "open_workload"]
-
 MFU = (
     "MFU counts three times the FLOP of the forward's matrix products, with attention over the whole square "
     "of positions; it does not count recomputation."

@@ -8,8 +8,6 @@ from typing import Annotated
 from shoal.cluster.checks import require
 from shoal.cluster.keys import Key
 
-__all__ = ["Calibrated"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Calibrated:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from shoal.errors import ClusterError
 
-__all__ = ["require", "require_bytes", "require_share"]
-
 _LEAST_BYTES = 1e6  # no memory, link or peak is below this; a smaller figure was meant in giga-units
 
 

@@ -28,8 +28,6 @@ from shoal.errors import ClusterError
 from shoal.limits import CLUSTER, read_limited
 from shoal.limits import toml_of as table_of
 
-__all__ = ["LIMIT_OF_JITTER", "PRESETS", "Cluster"]
-
 PRESETS: tuple[str, ...] = tuple(table("nodes"))
 """Names of the known machines, from shoal/cluster/nodes.toml."""
 

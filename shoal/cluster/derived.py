@@ -9,8 +9,6 @@ from shoal.cluster.cluster import Cluster
 from shoal.cluster.money import dollars, kilowatt_hours
 from shoal.cluster.part import Part
 
-__all__ = ["Derived", "derived"]
-
 _HOUR = 3600.0
 
 

@@ -13,8 +13,6 @@ from typing import Any, Protocol, cast, get_args, get_origin, get_type_hints
 from shoal.cluster.keys import keys_of
 from shoal.errors import ClusterError, nearest
 
-__all__ = ["commented_toml", "fields_of", "toml_of"]
-
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)

@@ -13,8 +13,6 @@ from shoal.cluster.keys import SHARE, Key
 from shoal.cluster.tables import matching, table
 from shoal.errors import ClusterError, nearest
 
-__all__ = ["Device", "known_device", "peak_flops"]
-
 _SHARES = (
     "product_share",
     "bandwidth_share",

@@ -9,8 +9,6 @@ from __future__ import annotations
 from shoal.cluster.cluster import Cluster
 from shoal.cluster.device import Device
 
-__all__ = ["counts_of", "devices_of", "every_device", "peak_of_all"]
-
 
 def devices_of(cluster: Cluster) -> tuple[Device, ...]:
     """Return the different devices of a Cluster, each at the pace of its part, in the order of ranks."""

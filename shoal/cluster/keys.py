@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from functools import cache
 from typing import NamedTuple, get_type_hints
 
-__all__ = ["DOLLARS", "PER_HOUR", "SHARE", "Key", "keys_of"]
-
 SHARE = "share, 0 to 1"
 DOLLARS = "dollars for a device and hour"
 PER_HOUR = "for a device and hour"

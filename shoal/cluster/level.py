@@ -8,8 +8,6 @@ from typing import Annotated
 from shoal.cluster.checks import require, require_bytes, require_share
 from shoal.cluster.keys import SHARE, Key
 
-__all__ = ["Level"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Level:

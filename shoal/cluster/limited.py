@@ -8,8 +8,6 @@ from shoal.cluster.cluster import Cluster
 from shoal.errors import ConfigError
 from shoal.units import parse_bytes
 
-__all__ = ["limited"]
-
 
 def limited(cluster: Cluster, memory: str) -> Cluster:
     """Return the Cluster whose devices have no more memory than was asked for.

@@ -16,8 +16,6 @@ from shoal.cluster.tables import matching
 from shoal.cluster.topology import Interface, Topology, components, device_key, equal_lanes, lanes_of
 from shoal.errors import ClusterError
 
-__all__ = ["is_matrix", "read_matrix"]
-
 _WAYS = ("PIX", "PXB", "PHB", "NODE", "SOC", "SYS")
 """Ways from near to far, beside NV#; SOC is what old drivers call SYS."""
 _NEAR = ("PIX", "PXB")

@@ -11,8 +11,6 @@ from shoal.cluster.cluster import Cluster
 from shoal.cluster.prices import KINDS_OF_PRICE
 from shoal.errors import ClusterError, nearest
 
-__all__ = ["dollars", "kilowatt_hours", "price_of", "priced"]
-
 _HOUR = 3600.0
 _KILO = 1000.0
 

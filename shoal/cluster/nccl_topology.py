@@ -16,8 +16,6 @@ from shoal.cluster.tables import table
 from shoal.cluster.topology import Interface, Topology, components, equal_lanes
 from shoal.errors import ClusterError
 
-__all__ = ["read_nccl"]
-
 _MEGABIT = 1e6 / 8
 _ENCODING = {2.5: 0.8, 5.0: 0.8}
 """Share of payload by GT/s of PCIe; 128/130 from the third generation on."""

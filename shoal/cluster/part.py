@@ -11,8 +11,6 @@ from shoal.cluster.description import fields_of
 from shoal.cluster.device import Device
 from shoal.cluster.keys import Key
 
-__all__ = ["Part", "device_described", "first_devices", "part_described", "slowest_device"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Part:

@@ -12,8 +12,6 @@ from shoal.cluster.cluster import Cluster
 from shoal.cluster.device import Device, known_device
 from shoal.cluster.level import Level
 
-__all__ = ["implausible"]
-
 _MOST_OUTSIDE = 200e9
 """Bytes/s from a device out of its node, beyond any network interface of 2025 (800 Gbit/s are 100e9)."""
 _MOST_LINK = 4e12

@@ -8,8 +8,6 @@ from typing import Annotated
 from shoal.cluster.checks import require
 from shoal.cluster.keys import DOLLARS, PER_HOUR, Key
 
-__all__ = ["KINDS_OF_PRICE", "Power", "Prices"]
-
 KINDS_OF_PRICE = ("on-demand", "reserved", "spot")
 """Ways to pay for devices: by the hour, for a year ahead, or as long as nobody else pays more."""
 

@@ -9,8 +9,6 @@ from shoal.cluster.checks import require
 from shoal.cluster.level import Level
 from shoal.errors import ClusterError
 
-__all__ = ["cut", "require_nested", "resized", "whole_groups"]
-
 
 def require_nested(name: str, levels: Sequence[Level]) -> None:
     """Check that full groups of a level are made of full groups of the level inside it.

@@ -16,9 +16,6 @@ from typing import Any
 
 from shoal.errors import ClusterError, nearest
 
-__all__ = ["described", "matching", "table"]
-
-
 _FILES = {"devices": ("cards", "devices"), "nodes": ("nodes", "card_nodes")}
 """Data files, for kinds that have several, in the order in which names are looked up."""
 

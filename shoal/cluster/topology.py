@@ -17,8 +17,6 @@ from shoal.cluster.level import Level
 from shoal.cluster.tables import matching, table
 from shoal.errors import ClusterError, nearest
 
-__all__ = ["Interface", "Topology", "cluster_of", "components", "device_key", "equal_lanes", "lanes_of"]
-
 _GIGABIT = 1e9 / 8
 
 

@@ -9,8 +9,6 @@ from shoal.cluster.nccl_topology import read_nccl
 from shoal.cluster.topology import Topology
 from shoal.errors import ClusterError
 
-__all__ = ["read_topology"]
-
 _POSSIBLE = "XML that NCCL_TOPO_DUMP_FILE names, or the output of: nvidia-smi topo -m"
 
 

@@ -10,8 +10,6 @@ from shoal.collectives.interface import numeric_address
 from shoal.collectives.secret_file import aggregator_secret
 from shoal.errors import ConfigError
 
-__all__ = ["Aggregator"]
-
 
 class Aggregator:
     """Adds up what the hosts of groups send it, and sends the sums back. A context manager.

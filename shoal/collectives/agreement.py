@@ -11,8 +11,6 @@ import torch
 from shoal.collectives.codes import COLLECTIVE_NUMBERS, REDUCTION_NAMES
 from shoal.collectives.core import Call
 
-__all__ = ["describe_call", "first_difference", "first_uneven_split"]
-
 _NAMES = {number: name for name, number in COLLECTIVE_NUMBERS.items()}
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 _REDUCING = ("all_reduce", "reduce_scatter", "reduce")

@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 
-__all__ = ["keep_freed_memory", "return_freed_memory", "use_huge_pages"]
-
 # Options of mallopt(3).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _NEVER = 2**31 - 1

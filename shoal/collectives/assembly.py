@@ -13,8 +13,6 @@ from torch.distributed.distributed_c10d import Store
 from shoal.errors import CollectiveError
 from shoal.proc import process_state
 
-__all__ = ["Assembly"]
-
 _SHORTEST_PAUSE = 2e-4
 """Seconds between the first two looks at the store; later pauses are longer."""
 

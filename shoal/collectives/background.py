@@ -8,8 +8,6 @@ from queue import SimpleQueue
 
 from shoal.collectives.thread_device import on_callers_device, take_device
 
-__all__ = ["Background"]
-
 _Given = SimpleQueue[tuple[Callable[[], object], threading.Event] | None]
 
 

@@ -22,8 +22,6 @@ import torch
 from shoal.collectives.device_copies import DeviceCopies, Event
 from shoal.collectives.page_lock import HostPages
 
-__all__ = ["BounceBuffers"]
-
 _BYTES = 16 << 20
 
 

@@ -11,8 +11,6 @@ import torch
 
 from shoal.collectives.core import load_core
 
-__all__ = ["empty", "trim"]
-
 
 def empty(*shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return an uninitialised tensor in shared memory; in ordinary memory without the native core.

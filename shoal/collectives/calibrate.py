@@ -8,8 +8,6 @@ from typing import Protocol
 from shoal.collectives.table import Call, Table
 from shoal.cost import COLLECTIVES, find_algorithm, fit_alpha_beta
 
-__all__ = ["SIZES", "TimedGroup", "calibrate"]
-
 SIZES: tuple[int, ...] = tuple(1 << power for power in range(10, 27, 2))
 """Bytes of the buffers that are timed: 1 KiB to 64 MiB, each four times the one before."""
 

@@ -15,21 +15,6 @@ from shoal.collectives.refusal import described, refusal, type_name
 from shoal.collectives.stripes import Stripes
 from shoal.errors import CollectiveError
 
-__all__ = [
-    "contiguous_bytes",
-    "only",
-    "require_in_group",
-    "require_list",
-    "require_pairs",
-    "require_parts",
-    "require_size",
-    "require_stripes",
-    "require_tag",
-    "require_type",
-    "split_bytes",
-    "uneven_own_part",
-]
-
 Item = TypeVar("Item")
 Other = TypeVar("Other")
 

@@ -12,8 +12,6 @@ from shoal.collectives.checks import require_list, require_pairs, require_parts,
 from shoal.collectives.codes import reduction_numbers
 from shoal.collectives.work import Several
 
-__all__ = ["all_gather_lists", "all_gather_pairs", "reduce_scatter_pairs"]
-
 Tensors = Sequence[torch.Tensor]
 
 

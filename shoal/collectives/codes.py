@@ -14,16 +14,6 @@ from shoal.collectives.table import Call
 from shoal.cost import ALGORITHMS
 from shoal.errors import CollectiveError
 
-__all__ = [
-    "ALGORITHM_NUMBERS",
-    "COLLECTIVE_NUMBERS",
-    "DTYPE_NAMES",
-    "MOVED",
-    "REDUCTION_NAMES",
-    "Chooser",
-    "reduction_numbers",
-]
-
 COLLECTIVE_NUMBERS = {
     "barrier": 0,
     "all_reduce": 1,

@@ -9,8 +9,6 @@ from typing import Any
 
 from shoal.errors import CollectiveError, ConfigError
 
-__all__ = ["GOING_ON", "Call", "Core", "is_built", "load_core"]
-
 _FAULTS = {
     1: "invalid",
     2: "timeout",

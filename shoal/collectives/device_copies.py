@@ -8,8 +8,6 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["DeviceCopies", "Event"]
-
 
 class Event(Protocol):
     """A place in the work of a stream."""

@@ -9,8 +9,6 @@ from typing import Protocol
 import torch
 import torch.multiprocessing  # teaches ForkingPickler how tensors are shared
 
-__all__ = ["CudaMemory", "DeviceMemory"]
-
 
 class DeviceMemory(Protocol):
     """Makes memory of a device that other processes can map."""

@@ -8,8 +8,6 @@ import torch
 
 from shoal.collectives.operands import address_of, require_places
 
-__all__ = ["all_to_be_filled", "as_one", "joined", "to_spread"]
-
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return a flat view of tensors that lie one after the other without gaps; None if they do not."""

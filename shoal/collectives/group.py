@@ -39,8 +39,6 @@ from shoal.collectives.staging import Staging, require_no_other
 from shoal.collectives.stripes import Stripes
 from shoal.collectives.uneven import all_gather_uneven, reduce_scatter_uneven
 
-__all__ = ["ProcessGroup"]
-
 Tensors = Sequence[torch.Tensor]
 
 

@@ -38,8 +38,6 @@ from shoal.hang import (
     ledger_folder,
 )
 
-__all__ = ["GroupWatch", "HangWatch", "watch_hangs", "watch_of_process"]
-
 _PULSE = 0.5  # seconds
 _WAIT = 9.0  # seconds for another rank of this host to hold the inquest
 _SAME = 30.0  # seconds during which failures have the same cause

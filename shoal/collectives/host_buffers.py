@@ -16,8 +16,6 @@ from shoal.collectives import (
 from shoal.collectives.device_copies import Event
 from shoal.collectives.page_lock import lock_pages
 
-__all__ = ["HostBuffer", "HostBuffers"]
-
 _SMALLEST = 1 << 16  # bytes; whole pages, which no other buffer shares
 _MOST_IN_FLIGHT = 2
 """Free buffers of one size that copies to the device may still read, before a caller waits for the oldest."""

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from shoal.errors import ConfigError, nearest
 
-__all__ = ["address_towards", "find_interface_address", "interface_with", "numeric_address", "split_address"]
-
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 _LARGEST_PORT = 65535
 

@@ -18,8 +18,6 @@ from torch._C._distributed_c10d import Store, TCPStore
 from shoal.collectives.sealed_store import SealedStore
 from shoal.collectives.secret_file import read_secret
 
-__all__ = ["open_store"]
-
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 """Environment variable of torch: "True" if the launcher serves the store, so that rank 0 does not."""
 

@@ -10,8 +10,6 @@ import torch
 
 from shoal.collectives.native import NativeGroup
 
-__all__ = ["Meetings"]
-
 _TAG = -2
 """Tag of these messages: those of users are not negative, and a monitored barrier has -1."""
 

@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from shoal.errors import CollectiveError
 
-__all__ = ["MonitoredBarrier"]
-
 _TAG = -1
 """Tag of the barrier's messages; tags of `torch.distributed` are not negative."""
 

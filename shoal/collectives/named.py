@@ -7,8 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["NamedGroup"]
-
 _Base: Any = dist.ProcessGroup  # it has many overloads; c10d uses one of each
 
 

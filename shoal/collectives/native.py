@@ -25,8 +25,6 @@ from shoal.collectives.rendezvous import Formed, form_group
 from shoal.collectives.work import Done, Work
 from shoal.errors import CollectiveError
 
-__all__ = ["NativeGroup"]
-
 _NARROW = (2, 3)
 """Numbers of the types that are 16-bit floats."""
 

@@ -45,8 +45,6 @@ from shoal.collectives.shared_memory import SharedMemory
 from shoal.collectives.work import Done
 from shoal.errors import CollectiveError
 
-__all__ = ["OneDevice"]
-
 _LIMIT = 256 << 20  # bytes of a buffer
 _LEAST = 256 << 10
 """Bytes of an operand below which the host is the way: a guess at where copies cost less than meetings."""

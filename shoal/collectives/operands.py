@@ -8,16 +8,6 @@ import torch
 
 from shoal.collectives.refusal import described, refusal
 
-__all__ = [
-    "address_of",
-    "bytes_of",
-    "require_dense",
-    "require_places",
-    "to_be_changed",
-    "to_be_filled",
-    "to_be_read",
-]
-
 _ABOVE_OFFSETS = 1 << 44
 """An address above every element of a tensor that has no memory, whose first element has address 0."""
 

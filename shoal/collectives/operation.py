@@ -10,8 +10,6 @@ import torch
 
 from shoal.collectives.stripes import Stripes
 
-__all__ = ["Operation"]
-
 
 @dataclass(slots=True)
 class Operation:

@@ -14,8 +14,6 @@ from shoal.collectives.table_file import built_in_table, load_table
 from shoal.cost import ALGORITHMS, COLLECTIVES, require_name
 from shoal.errors import CollectiveError, ConfigError
 
-__all__ = ["Options", "require_same"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Options:

@@ -24,8 +24,6 @@ import torch
 
 from shoal.units import format_bytes
 
-__all__ = ["HostPages", "lock_pages"]
-
 
 @final
 class HostPages:

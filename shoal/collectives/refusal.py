@@ -6,8 +6,6 @@ import torch
 
 from shoal.errors import CollectiveError
 
-__all__ = ["described", "refusal", "type_name"]
-
 
 def refusal(given: str, *, possible: str, change: str) -> CollectiveError:
     """Return the error for a call that cannot be served. Nothing was sent, and the group goes on.

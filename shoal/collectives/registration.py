@@ -14,8 +14,6 @@ from shoal.collectives.options import Options
 from shoal.collectives.rendezvous import Formed
 from shoal.errors import ConfigError
 
-__all__ = ["register"]
-
 
 def register() -> None:
     """Register the backend "shoal" for CPUs and GPUs, if it is not registered yet."""

@@ -28,8 +28,6 @@ from shoal.collectives.secret_file import aggregator_secret
 from shoal.errors import ConfigError
 from shoal.proc import boot_id
 
-__all__ = ["Formed", "Member", "form_group", "host_identity"]
-
 _COPIES, _READS, _APART = 0, 1, 2
 """Ways in which a rank reaches the memory of others on its host (`shoal_group_join`, csrc/c_interface.h)."""
 

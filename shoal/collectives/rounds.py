@@ -11,8 +11,6 @@ import torch
 
 from shoal.collectives.operation import Operation
 
-__all__ = ["COLLECTIVES", "SUMMED_AS", "Round", "rounds"]
-
 SUMMED_AS = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,

@@ -28,8 +28,6 @@ from torch._C._distributed_c10d import Store
 from shoal.collectives.secret_file import SECRET_FILE
 from shoal.errors import CommunicationError, ConfigError
 
-__all__ = ["SealedStore"]
-
 _NONCE = 12  # bytes
 
 _KEPT: list[SealedStore] = []

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from shoal.errors import ConfigError
 
-__all__ = ["AGGREGATOR_SECRET_FILE", "SECRET_FILE", "aggregator_secret", "read_secret"]
-
 SECRET_FILE = "SHOAL_SECRET_FILE"
 """Environment variable: a file with the secret of a training on several hosts, equal on all of them."""
 

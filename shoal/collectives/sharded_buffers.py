@@ -12,8 +12,6 @@ from torch import nn
 from shoal.collectives.buffers import empty
 from shoal.errors import ModelError
 
-__all__ = ["share_buffers"]
-
 # Torch 2.13 renamed these, and warns of the old names.
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)

@@ -7,8 +7,6 @@ import torch
 from shoal.collectives.device_memory import DeviceMemory
 from shoal.collectives.meetings import Meetings
 
-__all__ = ["SharedMemory"]
-
 _SMALLEST = 1 << 20  # bytes
 
 

@@ -11,8 +11,6 @@ from torch.distributed.distributed_c10d import ReduceOp
 from shoal.collectives.refusal import described, refusal
 from shoal.collectives.work import Done
 
-__all__ = ["all_reduce_sparse"]
-
 
 class Gathers(Protocol):
     """A group that can gather tensors, such as a `ProcessGroup`."""

@@ -18,8 +18,6 @@ from shoal.collectives.device_copies import DeviceCopies, Event
 from shoal.collectives.host_buffers import HostBuffer
 from shoal.errors import CollectiveError
 
-__all__ = ["Landing", "StagedWork"]
-
 _Base: Any = dist.Work
 
 

@@ -44,8 +44,6 @@ from shoal.collectives.operation import Operation
 from shoal.collectives.refusal import described, refusal
 from shoal.collectives.staged_work import Landing, StagedWork
 
-__all__ = ["Staging", "require_no_other"]
-
 _FAREWELL = 5.0
 """Seconds that a rank that leaves the group gives the others to come to operations that it has called."""
 

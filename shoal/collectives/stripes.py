@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-__all__ = ["Stripes"]
-
 
 class Stripes:
     """Positions of the tensors in a buffer, in the form of the native core.

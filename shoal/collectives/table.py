@@ -15,8 +15,6 @@ from typing import NamedTuple
 from shoal.cost import LEVELS, Algorithm, AlphaBeta, algorithms_of, find_algorithm
 from shoal.errors import ConfigError
 
-__all__ = ["Call", "Choices", "Table"]
-
 _TURN_SECONDS = 20e-6
 """Seconds that a step takes longer for each rank that shares a core, until all of them have run. Measured
 with 4 and 8 ranks on two virtual cores (docs/log.md, 2026-11-22)."""

@@ -16,8 +16,6 @@ from shoal.collectives.table import Table
 from shoal.cost import AlphaBeta, find_algorithm
 from shoal.errors import ConfigError, nearest
 
-__all__ = ["built_in_table", "load_table", "save_table"]
-
 
 def built_in_table() -> Table:
     """Return values that hold roughly on most machines, to use before this machine is measured."""

@@ -18,8 +18,6 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["callers_device", "note_device", "on_callers_device", "take_device"]
-
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 

@@ -13,8 +13,6 @@ from shoal.collectives.checks import require_size
 from shoal.collectives.operands import require_dense, require_places
 from shoal.collectives.work import Several
 
-__all__ = ["all_gather_uneven", "reduce_scatter_uneven"]
-
 Tensors = Sequence[torch.Tensor]
 
 

@@ -14,8 +14,6 @@ import torch.distributed as dist
 from shoal.errors import CommunicationError
 from shoal.values import decode, encode
 
-__all__ = ["all_gather_value", "broadcast_value", "gather_value"]
-
 _MOST = 1 << 34
 """Bytes of a value; a rank that names more is wrong."""
 

@@ -17,9 +17,6 @@ from shoal.collectives.background import Background
 from shoal.collectives.core import GOING_ON, Core
 from shoal.errors import CollectiveError
 
-__all__ = ["Done", "Work"]
-
-
 _Base: Any = dist.Work
 
 

@@ -21,8 +21,6 @@ from shoal.compare.significance import (
 )
 from shoal.compare.values import RunValues
 
-__all__ = ["Difference", "Verdict", "differences"]
-
 _SHARE_OF_STEP = 0.001
 """Share of a step below which the seconds of a kind, and changes of them, are left out."""
 _NOTHING = 1e-9

@@ -23,8 +23,6 @@ from typing import Self
 
 import numpy as np
 
-__all__ = ["ScalingLaw"]
-
 
 @dataclass(frozen=True, slots=True)
 class ScalingLaw:

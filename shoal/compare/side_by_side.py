@@ -7,8 +7,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from statistics import median
 
-__all__ = ["pairs"]
-
 _NEAR = 2.0
 """Steps after its own begin within which the partner of a step begins."""
 _LEAST_SHARE = 0.9

@@ -34,23 +34,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import fmean, median
 
-__all__ = [
-    "BLOCKS",
-    "DRIFT",
-    "FEWEST",
-    "LEAST",
-    "LEVEL",
-    "PAIRED_BLOCKS",
-    "Test",
-    "compare_pairs",
-    "compare_series",
-    "holm",
-    "mann_whitney",
-    "mean_of_block",
-    "mean_of_differences",
-    "signed_rank",
-]
-
 BLOCKS = 12
 """Blocks of a series. More would be shorter, and depend on one another."""
 FEWEST = 3 * BLOCKS

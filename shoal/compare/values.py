@@ -10,8 +10,6 @@ from shoal.run import Run
 from shoal.simulate import measured_timeline
 from shoal.timeline.series import collective_series, kind_series, step_starts
 
-__all__ = ["WARM_UP_STEPS", "RunValues"]
-
 WARM_UP_STEPS = 2
 """Steps of a run that are left out: caches fill, kernels are chosen, memory is measured."""
 

@@ -14,8 +14,6 @@ from shoal.cost.kinds import ByKind
 from shoal.cost.layout import Layout
 from shoal.plan import EQUAL, SettledPlan
 
-__all__ = ["Alike", "alike_of"]
-
 T = TypeVar("T")
 
 

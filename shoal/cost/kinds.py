@@ -21,8 +21,6 @@ from shoal.cost.layout import Layout
 from shoal.plan import ByFields, Plan, SettledPlan
 from shoal.plan.order import AXES, DEFAULT_ORDER, strides_of
 
-__all__ = ["ByKind", "Kinds", "views_of"]
-
 T = TypeVar("T")
 
 

@@ -8,8 +8,6 @@ from shoal.plan import DEFAULT_ORDER, Group, Groups, SettledPlan, element_bytes
 from shoal.plan.groups import context_group, expert_group, tensor_group
 from shoal.workload import Block, Part
 
-__all__ = ["Layout"]
-
 
 class Layout(NamedTuple):
     """How one micro-batch of a block is laid over ranks.

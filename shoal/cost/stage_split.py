@@ -22,8 +22,6 @@ from shoal.plan import SettledPlan
 from shoal.plan.stages import Cost, ranges_of, split_by_cost, split_text
 from shoal.workload import Workload
 
-__all__ = ["settle_split"]
-
 _TRIES = 4  # splits, each with what ranks of the one before need beyond their pieces
 
 

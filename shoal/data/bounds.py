@@ -7,8 +7,6 @@ from numpy.typing import NDArray
 
 from shoal.errors import DataError
 
-__all__ = ["text_bounds"]
-
 
 def text_bounds(tokens: NDArray[np.integer], first_end: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return where each text begins, and where its end stands, `[texts]` each.

@@ -27,8 +27,6 @@ from numpy.typing import NDArray
 
 from shoal.data.stream import StreamInfo
 
-__all__ = ["Entry", "default_directory", "read_or_write_entry"]
-
 _HEADER_BYTES = 1 << 16  # pages, so that the tokens are aligned for any dtype; holds the names of classes
 _LEFT = 600.0  # seconds without a change after which an unfinished file was left by a writer that is gone
 

@@ -16,8 +16,6 @@ from shoal.data.bounds import text_bounds
 from shoal.data.tokenizer import Tokenizer
 from shoal.errors import ConfigError, DataError
 
-__all__ = ["ChatSamples"]
-
 _IGNORED = -100  # as in torch: a position without a target
 
 

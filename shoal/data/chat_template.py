@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from shoal.errors import DataError, MissingExtraError
 
-__all__ = ["ChatTemplate", "template_identity"]
-
 _ANSWERS = "assistant"
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FILES = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"

@@ -31,8 +31,6 @@ from shoal.data.tokenizer import open_tokenizer
 from shoal.data.workers import Workers
 from shoal.errors import DataError
 
-__all__ = ["ChunkStore", "naming_directory"]
-
 _LOCKS = 64  # files of locks, which chunks share
 _UNKNOWN = -1
 

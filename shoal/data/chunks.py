@@ -15,8 +15,6 @@ from shoal.data.documents import holds_ids, open_ids
 from shoal.data.rows import row_groups
 from shoal.data.sources import SourceFile
 
-__all__ = ["Chunk", "plan_chunks"]
-
 Chunk = tuple[SourceFile, ...]
 
 

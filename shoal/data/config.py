@@ -9,8 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from shoal.units import parse_bytes
 
-__all__ = ["DataConfig"]
-
 _Weight = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 

@@ -29,8 +29,6 @@ from shoal.data.stream import StreamInfo, id_parts, write_stream
 from shoal.data.tokenizer import Tokenizer, open_tokenizer
 from shoal.errors import ConfigError, DataError, nearest
 
-__all__ = ["Corpus", "Split", "prepare", "require_end", "require_split"]
-
 Split = Literal["train", "validation"]
 
 _FORMAT = 4  # version of cache entries; a new version replaces all entries

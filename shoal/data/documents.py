@@ -14,8 +14,6 @@ from shoal.data.rows import holds_rows, naming, opened, read_rows
 from shoal.data.sources import SourceFile
 from shoal.errors import DataError
 
-__all__ = ["Document", "holds_ids", "open_ids", "read_documents"]
-
 _PROSE = ".txt", ".md", ".json"  # suffixes of files whose bytes have to be UTF-8
 _COMPRESSED = ".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip", ".7z", ".tgz", ".tar"
 PIECE_BYTES = 1 << 20

@@ -21,8 +21,6 @@ from shoal.data.tokenizer import FileTokenizer, Tokenizer, open_tokenizer
 from shoal.data.workers import Workers
 from shoal.errors import DataError
 
-__all__ = ["Conversation", "Payload", "encoded"]
-
 _BATCH_BYTES = 1 << 18
 _OTHER_BYTES = 1 << 12  # counted for a conversation, whose length nothing tells
 

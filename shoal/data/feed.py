@@ -23,8 +23,6 @@ from shoal.data.samples import is_deterministic
 from shoal.plan import Shares
 from shoal.signals import obey_parent_alone, withheld_from_children
 
-__all__ = ["Feed", "open_feed"]
-
 Item_co = TypeVar("Item_co", covariant=True)
 Item = TypeVar("Item")
 

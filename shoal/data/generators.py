@@ -21,8 +21,6 @@ import torch
 
 from shoal.errors import DataError
 
-__all__ = ["generators_put_aside", "key_of", "refuse_here", "seed_generators", "shared_with_training"]
-
 _MASK = (1 << 64) - 1
 _thread = threading.local()
 

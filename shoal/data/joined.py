@@ -12,8 +12,6 @@ from torch import Tensor
 
 from shoal.data.packed import Packed
 
-__all__ = ["joined"]
-
 
 def joined(
     sources: NDArray[np.int64], batch: Callable[[int, NDArray[np.int64]], tuple[Any, Tensor]]

@@ -20,8 +20,6 @@ from shoal.data.permutation import order
 from shoal.data.tokenizer import Tokenizer
 from shoal.errors import ConfigError, DataError
 
-__all__ = ["LabelledSamples", "require_padding"]
-
 
 @final
 class LabelledSamples:

@@ -12,8 +12,6 @@ from numpy.typing import NDArray
 from shoal.data.rows import Row
 from shoal.errors import DataError, nearest
 
-__all__ = ["MOST_CLASSES", "Labels", "are_numbers", "class_names", "label_of", "numbers_of"]
-
 MOST_CLASSES = 1 << 14
 """A column with more labels than this is refused."""
 

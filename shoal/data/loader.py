@@ -14,8 +14,6 @@ from shoal.data.samples import OrderedSamples, Samples, fetch
 from shoal.errors import ConfigError, DataError, PlanError
 from shoal.plan import Shares
 
-__all__ = ["Loader"]
-
 Batch = TypeVar("Batch")
 
 

@@ -8,8 +8,6 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["JoinedIds"]
-
 
 @final
 class JoinedIds:

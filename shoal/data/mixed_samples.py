@@ -20,8 +20,6 @@ from shoal.data.packed import Packed, PackedSamples
 from shoal.data.permutation import order
 from shoal.data.samples import TokenSamples
 
-__all__ = ["MixedSamples"]
-
 
 @final
 class MixedSamples:

@@ -18,8 +18,6 @@ from shoal.data.streaming import prepare_streamed
 from shoal.data.tokenizer import Tokenizer
 from shoal.errors import ConfigError, DataError
 
-__all__ = ["AnyCorpus", "MixedCorpus", "prepare"]
-
 AnyCorpus: TypeAlias = "Corpus | MixedCorpus | StreamedCorpus"
 """What `prepare` returns."""
 

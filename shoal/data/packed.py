@@ -16,8 +16,6 @@ from torch import Tensor
 
 from shoal.data.samples import TokenSamples
 
-__all__ = ["Packed", "PackedSamples", "kept_apart"]
-
 _NO_TARGET = -100
 
 

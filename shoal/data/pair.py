@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["PairForm", "find_pair_form", "longest_first"]
-
 _Ids = Sequence[int]
 
 

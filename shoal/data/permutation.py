@@ -16,8 +16,6 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["order"]
-
 _ROUNDS = 12  # 4 are enough for wide halves; with few samples halves have one or two bits, which need over 8
 _MAXIMUM_COUNT = 1 << 62
 

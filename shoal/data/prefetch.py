@@ -11,8 +11,6 @@ from typing import Generic, TypeVar
 from shoal.collectives.thread_device import on_callers_device, take_device
 from shoal.data.generators import shared_with_training
 
-__all__ = ["Prefetcher"]
-
 Item = TypeVar("Item")
 
 

@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from shoal.errors import DataError, MissingExtraError, UserError
 
-__all__ = ["RemoteFile", "RemoteIds", "find_remote", "is_url", "naming_remote", "open_remote"]
-
 _BLOCK = 1 << 20  # bytes that are read at a time
 _VERSIONS = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "created")
 """What file systems say about a file that changes with it."""

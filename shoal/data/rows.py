@@ -19,17 +19,6 @@ from shoal.data.sources import SourceFile
 from shoal.data.table import Table
 from shoal.errors import DataError, MissingExtraError, nearest
 
-__all__ = [
-    "SUFFIXES",
-    "Row",
-    "holds_rows",
-    "naming",
-    "opened",
-    "read_conversations",
-    "read_rows",
-    "row_groups",
-]
-
 _LONGEST_VALUE = 1 << 30
 """Characters of a value in a .csv file; the default of the module `csv` would refuse long texts."""
 

@@ -19,18 +19,6 @@ from shoal.data.generators import generators_put_aside, key_of, refuse_here, see
 from shoal.data.mapped import JoinedIds
 from shoal.errors import ConfigError, DataError
 
-__all__ = [
-    "MapSamples",
-    "OrderedSamples",
-    "Samples",
-    "TokenSamples",
-    "all_targets_count",
-    "are_packed",
-    "as_samples",
-    "fetch",
-    "is_deterministic",
-]
-
 Batch_co = TypeVar("Batch_co", covariant=True)
 
 

@@ -24,8 +24,6 @@ from shoal.data.rows import read_rows
 from shoal.data.stream import StreamInfo, first_end, write_documents
 from shoal.data.tokenizer import Tokenizer
 
-__all__ = ["length_aside", "shares_aside", "tokens_aside"]
-
 _POOL = 16
 
 

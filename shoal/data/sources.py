@@ -13,8 +13,6 @@ from shoal.data.remote import find_remote, is_url
 from shoal.data.table import PREFIX, Table, open_table
 from shoal.errors import DataError, nearest
 
-__all__ = ["SourceFile", "find_files"]
-
 STANDARD_LIBRARY = "stdlib"
 _NOT_STANDARD = frozenset({"site-packages", "dist-packages", "_bundled", "__pycache__"})
 """Folders below the standard library that are not part of it; `_bundled` is where ensurepip keeps pip."""

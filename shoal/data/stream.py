@@ -24,16 +24,6 @@ from shoal.data.sources import SourceFile
 from shoal.data.tokenizer import Tokenizer
 from shoal.errors import DataError
 
-__all__ = [
-    "StreamInfo",
-    "first_end",
-    "id_parts",
-    "in_validation",
-    "require_rows",
-    "write_documents",
-    "write_stream",
-]
-
 _BLOCK = 1 << 20  # ids of a memory map that are read at a time
 
 

@@ -11,8 +11,6 @@ from numpy.typing import NDArray
 from shoal.data.turns import Turns
 from shoal.data.window_order import Mark, WindowOrder
 
-__all__ = ["StreamOrder"]
-
 _STEP = 0x9E3779B97F4A7C15  # between the seeds of sources
 
 Sizes = Callable[[NDArray[np.int64]], NDArray[np.int64]]

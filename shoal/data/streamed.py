@@ -35,8 +35,6 @@ from shoal.data.tokenizer import Tokenizer
 from shoal.data.window_order import Mark
 from shoal.errors import ConfigError, DataError
 
-__all__ = ["CHUNKS", "Layout", "StreamedCorpus", "StreamedSamples"]
-
 CHUNKS = 16
 """Number of chunks in a window."""
 

@@ -26,8 +26,6 @@ from shoal.data.tokenizer import Tokenizer, open_tokenizer
 from shoal.errors import DataError
 from shoal.units import parse_bytes
 
-__all__ = ["prepare_streamed"]
-
 _FORMAT = 2  # version of chunks and of their order; a new version makes other data
 _KEPT_WINDOWS = 3  # the one that is read, the one that is made, and one for ranks that are behind
 

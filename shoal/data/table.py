@@ -15,8 +15,6 @@ from typing import Any, final
 
 from shoal.errors import DataError, MissingExtraError, nearest
 
-__all__ = ["PREFIX", "Table", "absolute_reference", "open_table"]
-
 PREFIX = "datasets:"
 _DEFAULT_SPLIT = "train"
 _SAVED = "dataset_dict.json", "state.json"

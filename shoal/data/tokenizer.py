@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from shoal.data.pair import PairForm, find_pair_form
 from shoal.errors import DataError, MissingExtraError, nearest
 
-__all__ = ["ByteTokenizer", "FileTokenizer", "IdTokenizer", "Tokenizer", "open_tokenizer"]
-
 _PADDING_NAMES = ("[PAD]", "<pad>", "<|pad|>", "<|finetune_right_pad_id|>")
 """The first of these that a tokenizer file holds is its padding token, if nothing else says which."""
 

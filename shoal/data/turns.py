@@ -18,8 +18,6 @@ from numpy.typing import NDArray
 
 from shoal.data.permutation import order
 
-__all__ = ["Turns"]
-
 _BLOCK = 1024
 
 

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from shoal.data.permutation import order
 
-__all__ = ["Mark", "WindowOrder"]
-
 
 class Mark(NamedTuple):
     """Where a window begins.

@@ -28,8 +28,6 @@ from typing import Any, Generic, TypeVar
 from shoal.errors import LostProcessError
 from shoal.signals import withheld_from_children
 
-__all__ = ["Workers"]
-
 Payload = TypeVar("Payload")
 Result = TypeVar("Result")
 

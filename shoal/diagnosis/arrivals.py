@@ -13,8 +13,6 @@ from shoal.diagnosis.own_work import OwnWork
 from shoal.timeline import Meeting
 from shoal.timeline.intervals import Intervals, intersect, length, subtract, union
 
-__all__ = ["held_up"]
-
 
 def held_up(meetings: Iterable[Meeting], works: Mapping[int, OwnWork]) -> dict[int, dict[int, float]]:
     """Return the seconds for which each rank held others up, by rank and step.

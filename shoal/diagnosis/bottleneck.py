@@ -7,8 +7,6 @@ from enum import StrEnum
 from shoal.diagnosis.policy import Policy
 from shoal.timeline import Parts
 
-__all__ = ["ADVICE", "Bottleneck", "bottleneck_of"]
-
 
 class Bottleneck(StrEnum):
     """What bounds the step."""

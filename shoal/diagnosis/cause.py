@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ["PHASES", "Cause", "Pattern"]
-
 
 class Cause(StrEnum):
     """Why a rank is late."""

@@ -15,8 +15,6 @@ from shoal.diagnosis.cause import Pattern
 from shoal.diagnosis.policy import Policy
 from shoal.diagnosis.series import autocorrelation, best_period, deviation, errors_from_zero, runs_of
 
-__all__ = ["LateSteps", "late_steps"]
-
 _FEWEST = 3
 """Fewer late steps than these may be noise, whatever their pattern."""
 

@@ -20,8 +20,6 @@ from shoal.timeline import Meeting
 from shoal.timeline.intervals import intersect, length
 from shoal.units import format_bytes
 
-__all__ = ["find_slow_links"]
-
 _Group = tuple[int, ...]
 _Class = tuple[str, int, int, str]
 """Operation, bytes, number of ranks, purpose."""

@@ -29,8 +29,6 @@ from shoal.timeline.intervals import Interval, Intervals, intersect, length, sub
 from shoal.timeline.launch import WORK, Work, blocked_in, launch_in_gaps, launch_in_work, own_seconds
 from shoal.timeline.windows import StepWindows
 
-__all__ = ["OwnWork", "StepWork", "own_work"]
-
 _NAMED = (Kind.WAIT, Kind.COLLECTIVE, Kind.VALIDATION, Kind.CHECKPOINT)
 _COPIED = "inputs"
 """The name of a data wait for a copy."""

@@ -40,8 +40,6 @@ from shoal.timeline import Meeting
 from shoal.timeline.intervals import intersect, length
 from shoal.units import format_bytes
 
-__all__ = ["find_slow_ring_links", "ring_of"]
-
 _FEWEST = 3
 """A ring of two has one pair of ranks or hosts."""
 _CLOCK_ERRORS = 3.0

@@ -23,8 +23,6 @@ from shoal.run.writer import is_written
 from shoal.simulate import Prediction, kinds_compared, mark_bubbles, recorded_cluster
 from shoal.timeline import Breakdown, Timeline, explain
 
-__all__ = ["RunFollower"]
-
 _PACES = 50
 """Newest steps whose mean duration gives the time that is left."""
 _QUIET = 60.0

@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, median
 
-__all__ = ["autocorrelation", "best_period", "deviation", "errors_from_zero", "runs_of"]
-
 _MAD_TO_SIGMA = 1.4826  # of a normal distribution
 _MIDMEAN_TO_MEAN = 1.09  # standard error of the middle half
 _MOST_AUTOCORRELATION = 0.9

@@ -13,8 +13,6 @@ from shoal.diagnosis.own_work import OwnWork
 from shoal.diagnosis.policy import Policy
 from shoal.diagnosis.series import errors_from_zero
 
-__all__ = ["Straggler", "find_stragglers", "peers_of"]
-
 _SURE_PHASE = 3.0  # standard errors, for forward and backward to be both slow
 
 

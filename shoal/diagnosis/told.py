@@ -7,8 +7,6 @@ from typing import TypedDict
 
 from shoal.simulate import Prediction
 
-__all__ = ["Told", "told_by"]
-
 
 class Told(TypedDict):
     """Arguments of `verdict` that no timeline has; None where there is no model."""

@@ -16,8 +16,6 @@ from shoal.timeline import Kind, Meeting, Parts, Timeline, explain, meetings
 from shoal.timeline.parts import mean
 from shoal.timeline.windows import StepWindows
 
-__all__ = ["Verdict", "verdict"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:

@@ -9,8 +9,6 @@ from shoal.doctor.machine import Machine
 from shoal.doctor.window import Window
 from shoal.units import format_bytes
 
-__all__ = ["check_disk"]
-
 _LEFT, _LITTLE = 1 << 30, 0.05  # bytes; share
 
 

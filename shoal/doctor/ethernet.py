@@ -10,8 +10,6 @@ from shoal.doctor.finding import Finding, Verdict
 from shoal.doctor.machine import Machine, number
 from shoal.doctor.window import Window, interfaces, ports
 
-__all__ = ["check_drops", "check_mtu", "check_pauses", "check_speed", "facts"]
-
 _NET = "/sys/class/net"
 _SLOW = 10_000  # Mb/s
 _JUMBO = 4096  # bytes of an MTU from which RDMA packets are whole

@@ -10,8 +10,6 @@ from shoal.doctor.finding import Finding
 from shoal.doctor.machine import Machine
 from shoal.doctor.window import Window
 
-__all__ = ["examine", "examine_quickly"]
-
 Check = Callable[[Machine, Window], Iterator[Finding]]
 
 _FILES_ONLY: tuple[Check, ...] = (

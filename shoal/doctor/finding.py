@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Finding", "Verdict", "worst"]
-
 
 class Verdict(StrEnum):
     """A verdict about one thing, from good to bad. `UNKNOWN`: it could not be read."""

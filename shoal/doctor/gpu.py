@@ -14,8 +14,6 @@ from shoal.doctor.finding import Finding, Verdict
 from shoal.doctor.machine import Machine
 from shoal.doctor.window import Window, devices
 
-__all__ = ["GPU_CLASSES", "NVIDIA", "check_gpus", "check_xid", "read_report"]
-
 NVIDIA = "0x10de"
 GPU_CLASSES = ("0x0300", "0x0302")
 

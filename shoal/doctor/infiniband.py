@@ -10,15 +10,6 @@ from shoal.doctor.finding import Finding, Verdict
 from shoal.doctor.machine import Machine
 from shoal.doctor.window import Window, ports
 
-__all__ = [
-    "active_ports",
-    "bytes_per_second",
-    "check_congestion",
-    "check_errors",
-    "check_ports",
-    "check_rails",
-]
-
 _ROOT = "/sys/class/infiniband"
 
 _ERRORS = (

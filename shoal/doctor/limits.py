@@ -9,8 +9,6 @@ from shoal.doctor.machine import Machine, number
 from shoal.doctor.window import Window, ports
 from shoal.units import format_bytes
 
-__all__ = ["check_cgroup", "check_ulimits"]
-
 _FILES = 65_536
 _THROTTLED = 0.01  # share of periods
 _FULL = 0.9  # share of the memory's limit

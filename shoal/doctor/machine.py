@@ -14,8 +14,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, final
 
-__all__ = ["LiveMachine", "Machine", "Space", "number", "relevant"]
-
 _COMMAND_SECONDS = 20.0
 _MOST = 4 << 20  # characters of a file or an output that are read
 

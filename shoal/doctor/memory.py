@@ -10,8 +10,6 @@ from shoal.doctor.machine import Machine
 from shoal.doctor.window import Window
 from shoal.units import format_bytes
 
-__all__ = ["check_huge_pages", "check_memory", "check_shared_memory"]
-
 _STALLED = 1.0  # per cent of ten seconds in which all tasks waited for memory
 _FREE = 0.05
 _SHARED = 1 << 30  # bytes

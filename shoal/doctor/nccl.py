@@ -16,8 +16,6 @@ from shoal.doctor.infiniband import active_ports, bytes_per_second
 from shoal.doctor.machine import Machine
 from shoal.doctor.window import Window, interfaces, ports
 
-__all__ = ["check_log", "check_settings", "check_traffic"]
-
 _NETWORK = re.compile(r"NCCL INFO (?:\S+: )?Using network (.+?)\s*$", re.MULTILINE)
 _WAY = re.compile(r"via NET/([^/\n]+)/(\S*)")
 _REASONS = (

@@ -11,8 +11,6 @@ from shoal.doctor.infiniband import active_ports
 from shoal.doctor.machine import Machine, number
 from shoal.doctor.window import Window, devices, interfaces
 
-__all__ = ["check_matrix", "check_nodes", "cores_of"]
-
 _PCI = "/sys/bus/pci/devices"
 _NEAR = ("PIX", "PXB")
 

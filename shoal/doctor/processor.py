@@ -8,8 +8,6 @@ from shoal.doctor.finding import Finding, Verdict
 from shoal.doctor.machine import Machine
 from shoal.doctor.window import Window
 
-__all__ = ["check_cores", "check_governor", "check_neighbours"]
-
 _TICKS = 100.0  # per second, in /proc
 _BUSY = 0.95  # share of a core's time
 _CROWDED = 0.9  # share of all cores' time

@@ -19,8 +19,6 @@ from typing import Any, TypeVar, final
 
 from shoal.doctor.machine import Machine, Space
 
-__all__ = ["RecordedMachine", "Recorder", "command_file"]
-
 Answer = TypeVar("Answer")
 
 _MOST = 4 << 20

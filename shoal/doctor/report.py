@@ -12,8 +12,6 @@ from typing import Self, final
 
 from shoal.doctor.finding import Finding, Verdict
 
-__all__ = ["HostReport", "across_hosts"]
-
 
 @final
 @dataclass(frozen=True, kw_only=True, slots=True)

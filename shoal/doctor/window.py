@@ -10,8 +10,6 @@ from dataclasses import dataclass
 
 from shoal.doctor.machine import Machine, number
 
-__all__ = ["Counter", "Window", "count", "devices", "interfaces", "ports"]
-
 Counter = tuple[str, str, str]
 
 _NET = "/sys/class/net"

@@ -31,8 +31,6 @@ from shoal.launch import (
     to_line,
 )
 
-__all__ = ["Attempt", "Work"]
-
 _LOOK = 0.05  # seconds between looks at signals and deadlines
 _CONNECT = 60.0  # seconds for an agent to come
 _SETTLE = 1.5  # seconds for other hosts to end by themselves after the first failure

@@ -17,8 +17,6 @@ from typing import IO, Literal, final
 
 from shoal.signals import withheld_from_children
 
-__all__ = ["AgentChannel", "Event", "ProcessChannel"]
-
 
 @dataclass(frozen=True, slots=True)
 class Event:

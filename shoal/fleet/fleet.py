@@ -19,8 +19,6 @@ from shoal.fleet.channel import AgentChannel, Event
 from shoal.fleet.hosts import Host
 from shoal.launch import ALONE, EXIT_STOPPED, signals_noted
 
-__all__ = ["Policy", "train_on"]
-
 _NO_RETRY = (2, 130)  # exit codes after which another attempt would end the same way, or nobody wants one
 _SOON = 60.0  # seconds: an attempt that fails sooner makes the next pause longer
 _LOOK = 0.05  # seconds between looks at signals

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from shoal.errors import ConfigError
 
-__all__ = ["Host", "parse_hosts", "read_hosts"]
-
 _NAME = re.compile(r"[\w.@:%\[\]-]+")
 
 

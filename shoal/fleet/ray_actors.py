@@ -19,8 +19,6 @@ from shoal.errors import ClusterError, MissingExtraError
 from shoal.fleet.channel import AgentChannel, Event, ProcessChannel
 from shoal.fleet.hosts import Host
 
-__all__ = ["RayCluster"]
-
 _CONNECT = 10.0  # seconds for a cluster to answer
 _WAIT = 0.5  # seconds that an actor waits for lines before it answers
 _AT_ONCE = 1000  # events in an answer

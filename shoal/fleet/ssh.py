@@ -5,8 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 
-__all__ = ["agent_command", "ssh_command"]
-
 _OPTIONS = (
     "-T",  # no terminal: a signal is a message
     "-x",

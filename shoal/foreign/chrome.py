@@ -29,8 +29,6 @@ from shoal.foreign.waits import with_waits
 from shoal.timeline import Kind, Lane, Purpose, Span, Timeline
 from shoal.timeline.intervals import Intervals, subtract, union
 
-__all__ = ["read_traces"]
-
 _STEP = re.compile(r"ProfilerStep\s*#\s*(\d+)")
 _RANK_IN_NAME = re.compile(r"rank[^0-9]{0,2}(\d+)", re.IGNORECASE)
 _NUMBER_IN_NAME = re.compile(r"(\d+)")

@@ -16,8 +16,6 @@ from typing import Any, TextIO
 
 from shoal.errors import RunError
 
-__all__ = ["events_of"]
-
 _PIECE = 1 << 20  # characters
 _LONGEST_EVENT = 16 << 20  # characters
 _LIST = '"traceEvents"'

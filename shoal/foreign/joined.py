@@ -16,8 +16,6 @@ from shoal.foreign.operation import Operation
 from shoal.foreign.waits import with_waits
 from shoal.timeline import Kind, Lane, Purpose, Span
 
-__all__ = ["Joined"]
-
 
 class Joined:
     """The rows, and which ranks their communications join."""

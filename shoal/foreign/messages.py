@@ -16,8 +16,6 @@ from collections.abc import Sequence
 
 from shoal.foreign.operation import Operation
 
-__all__ = ["Ends", "ahead", "ends_of", "unsent"]
-
 _CLOCK = 5e-5  # seconds by which times of one rank may be wrong
 
 Ends = list[tuple[str, bool]]

@@ -11,8 +11,6 @@ from shoal.foreign.chrome import read_traces
 from shoal.foreign.table import read_table
 from shoal.timeline import Timeline
 
-__all__ = ["is_foreign", "read_foreign"]
-
 _TRACES = (".json", ".json.gz")
 _TABLES = (".csv", ".parquet")
 

@@ -34,8 +34,6 @@ from shoal.foreign.operation import Operation
 from shoal.lines import bounded_lines
 from shoal.timeline import Timeline
 
-__all__ = ["read_table"]
-
 _NAMES: dict[str, tuple[str, ...]] = {
     "rank": ("rank", "global_rank"),
     "step": ("step", "iteration", "iter"),

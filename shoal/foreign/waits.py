@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from shoal.timeline import Kind, Lane, Span
 from shoal.timeline.intervals import subtract, union
 
-__all__ = ["with_waits"]
-
 
 def with_waits(spans: Sequence[Span]) -> list[Span]:
     """Return the spans of one rank with waits on its compute lane."""

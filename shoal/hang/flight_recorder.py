@@ -22,8 +22,6 @@ from typing import Any, NoReturn, final
 from shoal.errors import RunError
 from shoal.hang.state import Call, GroupCalls, RankState
 
-__all__ = ["is_dump_folder", "read_dumps"]
-
 _MOST = 256 << 20  # bytes of a dump
 _RANK = re.compile(r"(\d+)(?:\.json|\.pickle|\.pkl)?$")
 _WIDTHS = {

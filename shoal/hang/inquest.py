@@ -25,8 +25,6 @@ from shoal.hang.stacks import frame_of, is_in_collective, native_stacks, read_st
 from shoal.hang.state import Cause, RankState
 from shoal.hang.verdict import HangVerdict, judge
 
-__all__ = ["STACKS_SIGNAL", "Peer", "hold_inquest", "read_states"]
-
 STACKS_SIGNAL = signal.SIGRTMIN + 5
 """Signal on which a rank with a ledger writes its Python stacks."""
 

@@ -30,8 +30,6 @@ from typing import IO, Self, final
 from shoal.hang.process import start_of
 from shoal.hang.state import Call, GroupCalls
 
-__all__ = ["DTYPES", "LEDGERS", "NAMES", "SLOTS", "Ledger", "Pages", "ledger_folder"]
-
 LEDGERS = "SHOAL_LEDGERS"
 """Environment variable: the folder of ledgers, if the launcher of the ranks made one."""
 

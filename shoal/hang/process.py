@@ -8,8 +8,6 @@ from typing import Self, final
 
 from shoal.hang.state import Cause, Place
 
-__all__ = ["Process", "Thread", "place_of", "start_of"]
-
 _PROC = Path("/proc")
 _SLEEPS = ("nanosleep",)
 _LOCKS = ("futex",)

@@ -16,8 +16,6 @@ from typing import final
 
 from shoal.signals import withheld_from_children
 
-__all__ = ["Frame", "frame_of", "is_in_collective", "native_stacks", "read_stacks", "without_inquest"]
-
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)[^(]*\(most recent call first\):")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _STANDARD = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib"))

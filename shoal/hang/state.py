@@ -14,8 +14,6 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, Self
 
-__all__ = ["Call", "Cause", "GroupCalls", "Place", "RankState", "ranks_text"]
-
 
 class Cause(StrEnum):
     """Why a collective does not complete."""

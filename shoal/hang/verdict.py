@@ -27,8 +27,6 @@ from typing import NamedTuple, Self
 
 from shoal.hang.state import Call, Cause, GroupCalls, RankState, ranks_text
 
-__all__ = ["HangVerdict", "judge"]
-
 _GONE = (Cause.DEAD, Cause.LEFT, Cause.STOPPED)
 _UNEVEN = ("all_to_all", "barrier")
 """Collectives whose bytes may differ between ranks, or mean nothing."""

@@ -20,13 +20,14 @@ from shoal.launch.memory_files import MANIFEST, Held, Peer, held_in, is_there
 from shoal.launch.messages import NOW, PING, Here, Task, from_line, to_line
 from shoal.launch.node import Node
 from shoal.launch.nursery import Nursery, has_accelerators, open_nursery
-from shoal.launch.outcome import EXIT_AGAIN, EXIT_STOPPED, Outcome, root_cause
+from shoal.launch.outcome import EXIT_AGAIN, Outcome, root_cause
 from shoal.launch.output import RankLog, keep_output, pass_on
 from shoal.launch.roster import Generation
 from shoal.launch.stopping import SAME, SAVE, signals_noted
 from shoal.launch.token import TOKEN_FILE, find_token, read_token
 from shoal.launch.worker import StopSignal, run_rank
 from shoal.launch.world import World, find_world, join, meet
+from shoal.submit import EXIT_STOPPED
 
 __all__ = [
     "ALONE",

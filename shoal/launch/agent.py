@@ -31,9 +31,6 @@ from shoal.release import release
 from shoal.scratch import scratch_folder
 from shoal.signals import take_signals
 
-__all__ = ["ALONE", "main", "own_address", "ranks_here"]
-
-
 ALONE = 10.0
 """Seconds for the ranks to save once the fleet is gone. Until then no other host may go on in their place."""
 

@@ -9,9 +9,8 @@ from typing import final
 from shoal.errors import WorkerError
 from shoal.hang import HangVerdict
 from shoal.launch.ended import exit_code_after_signal
-from shoal.launch.outcome import EXIT_STOPPED, Outcome, root_cause
-
-__all__ = ["Causes"]
+from shoal.launch.outcome import Outcome, root_cause
+from shoal.submit import EXIT_STOPPED
 
 
 @final

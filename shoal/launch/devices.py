@@ -9,8 +9,6 @@ import torch
 from shoal.collectives import is_built
 from shoal.errors import ConfigError
 
-__all__ = ["backend_for", "choose_device", "identity_of", "reports_failures", "sharing"]
-
 _NCCL = "cpu:gloo,cuda:nccl"
 """Backends of GPUs that are not shared: the CPU's is for Python objects, which so need no GPU."""
 

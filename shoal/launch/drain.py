@@ -14,8 +14,6 @@ from typing import final
 
 from shoal.limits import open_regular
 
-__all__ = ["Request", "Requests", "ask_to_leave"]
-
 _NAME = "requests.jsonl"
 _LARGEST = 1 << 16  # bytes that are read at a time
 

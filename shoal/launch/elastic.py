@@ -19,8 +19,6 @@ from shoal.launch.nursery import Nursery
 from shoal.launch.stopping import StopRequest, signals_noted
 from shoal.scratch import scratch_folder
 
-__all__ = ["Elasticity", "launch_elastic", "member_environments"]
-
 _NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "TORCH_NCCL_BLOCKING_WAIT": "0"}
 """So that NCCL's watchdog ends a process, and never a collective alone: what the device was given to do after
 it would use what the collective left."""

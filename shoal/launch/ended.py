@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 from shoal.errors import WorkerError
 from shoal.hang import HangVerdict
-from shoal.launch.outcome import EXIT_STOPPED, Outcome, root_cause
+from shoal.launch.outcome import Outcome, root_cause
 from shoal.signals import stopped_early
-
-__all__ = ["Ended", "exit_code_after_signal"]
+from shoal.submit import EXIT_STOPPED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

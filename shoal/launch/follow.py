@@ -31,15 +31,14 @@ from shoal.launch.members import WAIT
 from shoal.launch.membership import AFTER
 from shoal.launch.memory_files import files_service
 from shoal.launch.nursery import Nursery
-from shoal.launch.outcome import EXIT_STOPPED, Outcome
+from shoal.launch.outcome import Outcome
 from shoal.launch.relay import Relay
 from shoal.launch.stopping import StopRequest, signals_noted
 from shoal.launch.token import read_token
 from shoal.release import release
 from shoal.scratch import scratch_folder
 from shoal.signals import stopped_early
-
-__all__ = ["follow"]
+from shoal.submit import EXIT_STOPPED
 
 _LOOK = 0.02  # seconds between looks at ranks and messages
 _PAUSE = 0.5  # seconds between two tries to reach the host that leads

@@ -17,8 +17,6 @@ from shoal.errors import CommunicationError
 from shoal.launch.pump import Pump
 from shoal.listener import Handshake, Listener, listen, loopback
 
-__all__ = ["LAUNCHER", "Gate", "Service", "StoreDoor", "store_service"]
-
 LAUNCHER = b"launcher"
 """The purpose of channels to a Gate."""
 

@@ -14,8 +14,6 @@ from typing import Any
 from shoal.channel import Channel
 from shoal.release import release
 
-__all__ = ["BEAT", "SILENCE", "Gone", "Host", "answers", "end_of"]
-
 SILENCE = 15.0
 """Seconds without a message after which a host is gone."""
 

@@ -35,8 +35,6 @@ from shoal.launch.stopping import StopRequest, signals_noted
 from shoal.launch.token import TOKEN_FILE, read_token
 from shoal.scratch import scratch_folder
 
-__all__ = ["Meeting", "lead", "open_meeting", "surroundings"]
-
 _LOOK = 0.05  # seconds between looks for hosts
 _LAST_CALL = 30.0  # seconds to wait for more hosts, when enough are there
 

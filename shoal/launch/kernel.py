@@ -10,8 +10,6 @@ import time
 
 from shoal.proc import process_began
 
-__all__ = ["die_with", "name_process", "process_age"]
-
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
 
 

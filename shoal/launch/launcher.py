@@ -23,24 +23,12 @@ from shoal.launch.ended import Ended
 from shoal.launch.local_ranks import LAUNCHER, LocalRanks, Processes
 from shoal.launch.node import Node
 from shoal.launch.nursery import Nursery
-from shoal.launch.outcome import EXIT_STOPPED, Outcome, root_cause
+from shoal.launch.outcome import Outcome, root_cause
 from shoal.launch.stopping import StopRequest, signals_noted
 from shoal.listener import listen, loopback
 from shoal.run import write_event
 from shoal.scratch import scratch_folder
-
-__all__ = [
-    "END",
-    "OUTCOMES",
-    "SETTLE",
-    "TERMINAL",
-    "launch",
-    "launch_on_node",
-    "listen_for",
-    "open_store",
-    "rank_environments",
-    "store_on_loopback",
-]
+from shoal.submit import EXIT_STOPPED
 
 OUTCOMES = "SHOAL_OUTCOMES"
 """Environment variable: the folder where a rank that `launch` started leaves its outcome."""

@@ -36,11 +36,10 @@ from typing import Any, final
 from shoal.channel import Channel
 from shoal.launch.host import BEAT, SILENCE, Gone, Host, end_of
 from shoal.launch.local_ranks import LocalRanks
-from shoal.launch.outcome import EXIT_STOPPED, Outcome
+from shoal.launch.outcome import Outcome
 from shoal.launch.output import NamedLines, pass_on
 from shoal.launch.relay import Lines
-
-__all__ = ["LinkedHosts"]
+from shoal.submit import EXIT_STOPPED
 
 _LAST = 2.0  # seconds for the last lines of other hosts, when the run has ended
 _FRESH = 3 * BEAT  # seconds since a host's last message in which it is known to be there

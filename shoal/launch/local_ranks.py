@@ -22,8 +22,6 @@ from shoal.launch.relay import Relay
 from shoal.proc import process_state
 from shoal.signals import ANSWERED, withheld_from_children
 
-__all__ = ["LAUNCHER", "LocalRanks", "Processes"]
-
 LAUNCHER = "SHOAL_LAUNCHER"
 """Environment variable: id of the process that is a rank's parent. A rank must not outlive it."""
 

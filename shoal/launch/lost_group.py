@@ -11,8 +11,6 @@ from shoal.launch.host import Host
 from shoal.launch.linked_hosts import LinkedHosts
 from shoal.launch.roster import Roster
 
-__all__ = ["LostGroup"]
-
 _MENDED = 5.0  # seconds in which the failure of a group shows its cause, such as a process that ends
 
 

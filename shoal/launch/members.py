@@ -25,13 +25,11 @@ from shoal.launch.linked_hosts import LinkedHosts
 from shoal.launch.local_ranks import LocalRanks
 from shoal.launch.lost_group import LostGroup
 from shoal.launch.membership import AFTER
-from shoal.launch.outcome import EXIT_STOPPED
 from shoal.launch.roster import Roster
 from shoal.launch.stopping import SAVE, StopRequest
 from shoal.launch.survivors import Survivors
 from shoal.run import write_event
-
-__all__ = ["WAIT", "Members"]
+from shoal.submit import EXIT_STOPPED
 
 WAIT = 300.0
 """Seconds to wait for hosts, when too few are there."""

@@ -52,8 +52,6 @@ from shoal.launch.roster import (
     waited_key,
 )
 
-__all__ = ["AFTER", "MEMBER", "PEER", "Membership"]
-
 MEMBER = "SHOAL_MEMBER"
 """Environment variable: the number of a member. It is set where members may be lost and come."""
 

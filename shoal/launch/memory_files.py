@@ -26,8 +26,6 @@ from shoal.errors import CheckpointError
 from shoal.launch.gate import LAUNCHER, Service
 from shoal.limits import open_regular, read_regular
 
-__all__ = ["MANIFEST", "Held", "Peer", "files_service", "held_in", "is_there"]
-
 MANIFEST = "manifest.json"
 """Name of a checkpoint's manifest."""
 

@@ -23,9 +23,6 @@ from typing import Any
 
 from shoal.values import decode, encode
 
-__all__ = ["NOW", "PING", "Here", "Task", "from_line", "to_line"]
-
-
 NOW = "now"
 """In place of a signal's name: the ranks end without saving."""
 

@@ -42,8 +42,6 @@ from shoal.errors import CommunicationError
 from shoal.launch.kernel import name_process
 from shoal.signals import withheld_from_children
 
-__all__ = ["ForkedRank", "Nursery", "connected", "has_accelerators", "open_nursery", "serve"]
-
 _MOST = 1 << 10  # bytes of a message
 _DEVICES = ("nvidiactl", "nvidia0", "kfd", "accel")  # files in /dev where there are accelerators
 

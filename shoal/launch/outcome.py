@@ -21,9 +21,6 @@ from torch.distributed import DistError
 
 from shoal.errors import CheckpointError, CommunicationError, ShoalError, UserError, WorkerError
 from shoal.hang import HangVerdict
-from shoal.submit import EXIT_STOPPED
-
-__all__ = ["EXIT_AGAIN", "EXIT_STOPPED", "Outcome", "root_cause"]
 
 EXIT_AGAIN = 76
 """Exit code of a member that ended because its group is lost, and that the launcher starts again."""

@@ -11,8 +11,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TextIO, cast, final
 
-__all__ = ["NamedLines", "RankLog", "keep_output", "pass_on"]
-
 _LONGEST = 1 << 20  # bytes of a line
 _OVERWRITE = b"\r\x1b[K"  # beginning of a line of progress that a terminal overwrites
 

@@ -11,8 +11,6 @@ import time
 from dataclasses import dataclass, field
 from typing import final
 
-__all__ = ["Pump"]
-
 _AT_ONCE = 1 << 16  # bytes
 _MOST = 1 << 22  # bytes that wait to be written, until no more is read
 _MOST_SILENT = 128  # pairs whose other end has not answered yet: beyond them, the oldest ends

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from typing import final
 
-__all__ = ["Lines", "Relay"]
-
 Lines = list[tuple[int, int, str]]
 """Rank, file descriptor, and one line or several without the last end of line."""
 

@@ -12,21 +12,6 @@ from typing import final
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-__all__ = [
-    "NEWEST",
-    "OVER",
-    "PREFIX",
-    "STARTS_AGAIN",
-    "Generation",
-    "Roster",
-    "broken_key",
-    "generation_key",
-    "here_key",
-    "peer_key",
-    "ready_key",
-    "waited_key",
-]
-
 PREFIX = "members"
 NEWEST = "newest"
 OVER = "over"

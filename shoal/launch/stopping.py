@@ -15,8 +15,6 @@ from typing import final
 from shoal.launch.local_ranks import Processes
 from shoal.signals import ANSWERED, EarlyEnd
 
-__all__ = ["SAME", "SAVE", "StopRequest", "signals_noted"]
-
 SAVE = 600.0  # seconds for ranks to finish their step and save, after a signal, where no grace is given
 SAME = 1.0
 """Seconds after Ctrl-C in which another one is taken for the same.

@@ -15,8 +15,6 @@ from typing import final
 from shoal.launch.outcome import EXIT_AGAIN
 from shoal.launch.roster import Roster
 
-__all__ = ["Survivors"]
-
 _ENDS = 30.0  # seconds in which a survivor ends: the driver may take some to free the memory of a device
 _STARTS = 300.0  # seconds in which a survivor that is started again becomes ready
 _OTHERS = 5.0  # seconds after the last one came, for members that are started for another reason

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from shoal.errors import ConfigError
 
-__all__ = ["TOKEN_FILE", "find_token", "read_token"]
-
 TOKEN_FILE = "SHOAL_TOKEN_FILE"
 """Environment variable: the file of the token."""
 

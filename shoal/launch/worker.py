@@ -16,12 +16,10 @@ from shoal.errors import UserError
 from shoal.launch.kernel import die_with, name_process
 from shoal.launch.launcher import OUTCOMES
 from shoal.launch.local_ranks import LAUNCHER
-from shoal.launch.outcome import EXIT_STOPPED, Outcome
+from shoal.launch.outcome import Outcome
 from shoal.launch.stopping import SAME
 from shoal.signals import STOPS, ignore_signals_at_exit, stopped_early, take_signals
-
-__all__ = ["StopSignal", "run_rank"]
-
+from shoal.submit import EXIT_STOPPED
 
 _OF_GRACE = 0.9  # share of the grace after which a process that has not saved ends; the rest is for its end
 _NOT_SAVED = 130  # exit code of a process that was stopped before it saved

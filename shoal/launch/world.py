@@ -19,8 +19,6 @@ from shoal.collectives.meeting_point import open_store
 from shoal.errors import CommunicationError, ConfigError
 from shoal.launch.devices import backend_for, identity_of, sharing
 
-__all__ = ["World", "find_world", "join", "meet"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class World:

@@ -13,8 +13,6 @@ from shoal.errors import ModelError
 from shoal.models.config import TransformerConfig
 from shoal.models.stored_weights import StoredTensor
 
-__all__ = ["llama_config", "llama_name", "stored_as_llama"]
-
 _OF_BLOCK = {
     "attention_norm": "input_layernorm",
     "attention.query": "self_attn.q_proj",

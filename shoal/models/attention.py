@@ -19,8 +19,6 @@ from torch.nn.attention import SDPBackend
 from shoal.models.autocast import autocast_dtype
 from shoal.models.documents import Documents
 
-__all__ = ["causal_attention"]
-
 _LENGTH = 128  # tokens of the attention of which torch is asked; the length hardly matters for the answer
 
 

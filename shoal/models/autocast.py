@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-__all__ = ["autocast_dtype", "without_autocast"]
-
 
 def autocast_dtype(tensor: Tensor) -> torch.dtype | None:
     """Return the type in which autocast lets products with a tensor be computed; None if it is off."""

@@ -6,8 +6,6 @@ import itertools
 
 from torch import nn
 
-__all__ = ["find_blocks"]
-
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward of their own
 
 

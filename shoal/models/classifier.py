@@ -15,8 +15,6 @@ from torch import nn
 from shoal.errors import ModelError
 from shoal.models.normal import normal
 
-__all__ = ["Classifier", "fill_head", "is_classifier", "is_head", "new_parameters", "read_classifier"]
-
 _ENDING = "ForSequenceClassification"
 _COUNTS = "id2label", "num_labels"
 

@@ -9,8 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from shoal.errors import ModelError, nearest
 
-__all__ = ["TransformerConfig"]
-
 
 class TransformerConfig(BaseModel):
     """The shape of a `Transformer`.

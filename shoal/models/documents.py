@@ -7,8 +7,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-__all__ = ["Documents", "sees"]
-
 _SHORT = 16  # tokens; shorter documents on average are masked
 
 

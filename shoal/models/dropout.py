@@ -24,8 +24,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from shoal.errors import ModelError
 
-__all__ = ["STRIDE", "Dropout", "mix", "name_dropouts", "token_keys"]
-
 STRIDE: Final = 0x9E3779B97F4A7C15 - 2**64
 """2^64 divided by the golden ratio, as a signed number: what SplitMix64 adds from draw to draw."""
 

@@ -20,18 +20,6 @@ from torch import Tensor
 from shoal.models.autocast import autocast_dtype
 from shoal.models.once_differentiable import once_differentiable
 
-__all__ = [
-    "ExpertProducts",
-    "GroupedProducts",
-    "HostCopy",
-    "LoopedProducts",
-    "Multiply",
-    "NoProducts",
-    "Runs",
-    "expert_products",
-    "multiply_by_experts",
-]
-
 
 @final
 class HostCopy:

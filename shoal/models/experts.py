@@ -30,15 +30,6 @@ from shoal.models.config import TransformerConfig
 from shoal.models.expert_products import Multiply, Runs, multiply_by_experts
 from shoal.models.loss_factor import LossFactor
 
-__all__ = [
-    "Mixture",
-    "auxiliary_loss",
-    "mixtures_of",
-    "run_experts",
-    "set_auxiliary_scale",
-    "within_capacity",
-]
-
 
 class Mixture(nn.Module):
     """SwiGLU experts, `down(silu(gate(x)) * up(x))`, and the router that chooses among them.

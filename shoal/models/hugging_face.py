@@ -16,8 +16,6 @@ from shoal.models.classifier import Classifier, fill_head, is_classifier, is_hea
 from shoal.models.model_folder import INDEX, ONE_FILE, damaged, files_of_index, require_sound_folder
 from shoal.models.stored_weights import StoredTensor, find_stored
 
-__all__ = ["can_read_in_parts", "classifier_of", "from_hugging_face"]
-
 
 def from_hugging_face(path: Path, changes: Mapping[str, Any], device: torch.device) -> nn.Module:
     """Build the model of a folder, or of a `config.json`; see `shoal.models.build`.

@@ -21,8 +21,6 @@ from shoal.models.presets import preset
 from shoal.models.task import Task
 from shoal.models.transformer import Transformer
 
-__all__ = ["build", "build_or_task", "find_factory"]
-
 
 def build(
     spec: str,

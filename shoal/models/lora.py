@@ -20,15 +20,6 @@ from shoal.errors import MissingExtraError, ModelError, nearest
 from shoal.models.blocks import find_blocks
 from shoal.models.experts import Mixture
 
-__all__ = [
-    "ALL_LINEAR",
-    "add_adapters",
-    "base_layer",
-    "is_adapter",
-    "is_transposed",
-    "plain_name",
-]
-
 ALL_LINEAR = "all-linear"
 """Stands for every linear layer of the blocks, as in peft."""
 

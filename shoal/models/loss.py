@@ -13,8 +13,6 @@ from shoal.errors import ModelError
 from shoal.models.loss_factor import noted
 from shoal.models.once_differentiable import once_differentiable
 
-__all__ = ["IGNORED", "LaterLogits", "cross_entropy", "logits_of", "next_token_loss"]
-
 IGNORED = -100
 """Target value, as in torch, for a position that has no target."""
 

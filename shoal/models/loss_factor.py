@@ -14,8 +14,6 @@ from torch import Tensor
 
 from shoal.errors import TrainingError
 
-__all__ = ["LossFactor", "noted"]
-
 
 @final
 class LossFactor:

@@ -10,8 +10,6 @@ from safetensors import SafetensorError, safe_open
 from shoal.errors import ModelError
 from shoal.limits import MANIFEST, is_inside, json_of, read_regular
 
-__all__ = ["INDEX", "ONE_FILE", "damaged", "files_of_index", "require_sound_folder"]
-
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _POINTER = b"version https://git-lfs.github.com"
 

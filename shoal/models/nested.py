@@ -12,8 +12,6 @@ import torch
 
 from shoal.errors import ModelError
 
-__all__ = ["children_of", "map_children", "map_tensors", "refuse_hidden", "tensors_in"]
-
 
 def children_of(value: Any) -> Mapping[Any, Any] | None:
     """Return what a dict, list, tuple or dataclass holds by key, place or field; None for other values."""

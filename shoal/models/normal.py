@@ -14,8 +14,6 @@ import torch
 
 from shoal.models.dropout import STRIDE, mix
 
-__all__ = ["normal"]
-
 _PAIRS = 1 << 24
 """Pairs that are made at a time: 128 MiB for each intermediate result."""
 

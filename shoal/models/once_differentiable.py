@@ -11,8 +11,6 @@ from torch import Tensor
 
 from shoal.errors import ModelError
 
-__all__ = ["once_differentiable"]
-
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     """Decorate a Function's backward whose own gradients are not known, in place of torch's decorator.

@@ -11,8 +11,6 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from shoal.models.nested import map_tensors
 
-__all__ = ["SingleDevice", "cast_module"]
-
 
 @final
 class SingleDevice:

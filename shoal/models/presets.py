@@ -9,8 +9,6 @@ from typing import Any
 from shoal.errors import ModelError, nearest
 from shoal.models.config import TransformerConfig
 
-__all__ = ["preset", "preset_names"]
-
 
 def preset(name: str) -> TransformerConfig:
     """Return the configuration with this name.

@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from shoal.errors import ConfigError, DataError
 from shoal.models.loss import logits_of
 
-__all__ = ["generate"]
-
 
 def generate(
     model: nn.Module,

@@ -20,8 +20,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-__all__ = ["StoredTensor", "find_stored", "stored_for"]
-
 _STACKS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 _LIKE_MIXTRAL = ("minimax", "mixtral")

@@ -11,8 +11,6 @@ from torch import nn
 
 from shoal.models.nested import map_tensors, tensors_in
 
-__all__ = ["Task", "batch_normalizations", "rows", "sample_count"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:

@@ -17,8 +17,6 @@ from torch import nn
 
 from shoal.errors import MissingExtraError, ModelError, nearest
 
-__all__ = ["causal", "kind_of", "kinds", "masked"]
-
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, LAYERS, EXPERTS = 32, 4, 2, 8, 48, 2, 4
 _MOST_LAYERS = 4
 _SPREAD = (

@@ -28,17 +28,6 @@ from shoal.models.experts import Mixture
 from shoal.models.loss import LaterLogits
 from shoal.models.normal import normal
 
-__all__ = [
-    "Angles",
-    "Attention",
-    "Block",
-    "FeedForward",
-    "Rotary",
-    "Transformer",
-    "causal_attention",
-    "positions_from_zero",
-]
-
 
 class Angles:
     """The angles by which rotary embedding turns each pair of dims `(i, i + head_dim / 2)` of a head.

@@ -22,18 +22,6 @@ from torch.nn.modules.module import (
 
 from shoal.errors import LayoutError
 
-__all__ = [
-    "answer_as_model",
-    "between_graphs",
-    "is_laid_out",
-    "mark_laid_out",
-    "outside_graphs",
-    "refuse_copies",
-    "require_no_gradient_transform",
-    "watch",
-    "watch_calls",
-]
-
 _LAID_OUT = "_shoal_laid_out"
 
 

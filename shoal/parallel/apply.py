@@ -16,11 +16,11 @@ from torch import nn
 from shoal.collectives.values import all_gather_value
 from shoal.errors import ModelError, PlanError
 from shoal.models import Transformer, mixtures_of
+from shoal.models.blocks import find_blocks
 from shoal.parallel.axes import Axes
 from shoal.parallel.compiled import compile_blocks, uncompiled
 from shoal.parallel.context.context import context_parallel, require_context
 from shoal.parallel.context.positions import require_sequence, residual_positions
-from shoal.parallel.data.blocks import find_blocks
 from shoal.parallel.data.naive import naive
 from shoal.parallel.data.resident import resident
 from shoal.parallel.data.strategy import Setup, Strategy
@@ -53,8 +53,6 @@ from shoal.parallel.tensor.tensor_layout import TensorLayout
 from shoal.parallel.whole import Whole
 from shoal.plan import Plan, block_choices
 from shoal.record import NullRecorder, Recorder
-
-__all__ = ["parallelize", "require_layout"]
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}
 """The type of the weights that compute, by its bytes."""

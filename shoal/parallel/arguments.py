@@ -11,8 +11,6 @@ from torch import Tensor
 
 from shoal.models.nested import children_of
 
-__all__ = ["Arguments", "kind_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Arguments:

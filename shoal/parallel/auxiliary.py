@@ -12,8 +12,6 @@ from torch import nn
 from shoal.models.experts import mixtures_of, set_auxiliary_scale
 from shoal.models.loss_factor import LossFactor
 
-__all__ = ["AuxiliaryLosses"]
-
 
 @final
 class AuxiliaryLosses:

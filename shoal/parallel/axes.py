@@ -24,8 +24,6 @@ from shoal.plan import Group, Groups, Plan
 from shoal.record import Recorder
 from shoal.timeline import Purpose
 
-__all__ = ["Axes", "Family", "Reach"]
-
 Members = tuple[int, ...]
 """Global ranks, in mesh order."""
 

@@ -31,8 +31,6 @@ from shoal.errors import CommunicationError
 from shoal.record import DeviceRecorder, NullRecorder, OpenSpan, Recorder, SpanBeside
 from shoal.timeline import Kind, Lane, Purpose
 
-__all__ = ["Axis", "Pending", "Then", "backend_of", "new_buffer"]
-
 _world: weakref.ref[dist.ProcessGroup] | None = None
 """The default group when a mesh was made last."""
 

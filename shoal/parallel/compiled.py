@@ -39,8 +39,6 @@ from torch.utils.checkpoint import (
 from shoal.parallel.plain_state import StateBefore, StatesBefore, restored
 from shoal.trace import EXPENSIVE
 
-__all__ = ["compile_blocks", "compiled", "plain_key", "uncompiled"]
-
 _OWN = "shoal"
 """Namespace of Shoal's own operators, such as ring attention; all of them are expensive."""
 

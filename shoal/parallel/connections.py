@@ -16,8 +16,6 @@ import torch.distributed as dist
 from shoal.parallel.communication import Axis
 from shoal.record import NullRecorder
 
-__all__ = ["Connections"]
-
 _SIZES = (1, 64 << 10, 4 << 20)
 """Elements of a number, a tensor and a bucket: NCCL chooses the algorithm by size, collective and machine."""
 

@@ -14,8 +14,6 @@ from shoal.collectives.values import all_gather_value
 from shoal.models import Transformer
 from shoal.plan import Plan
 
-__all__ = ["available_memory", "limit_logits", "memory_of_a_rank", "memory_of_steps"]
-
 _MARGIN = 0.1
 """Share of a GPU's memory that is left to CUDA itself, to NCCL's buffers and to gaps between tensors."""
 

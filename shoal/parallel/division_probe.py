@@ -28,8 +28,6 @@ from shoal.parallel.model_probe import LARGE, Probe, cannot_probe, difference, f
 from shoal.parallel.tensor.vocabulary import SplitLogits
 from shoal.plan import Plan
 
-__all__ = ["Divided", "DivisionProbe"]
-
 _LENGTH = 16
 """Tokens of a sample, about; some models take no more, and attention may have a window."""
 

@@ -28,8 +28,6 @@ from shoal.parallel.hugging_face.layout import has_tensor_plan, not_attention
 from shoal.parallel.hugging_face.sequence import beside_attention
 from shoal.parallel.model_probe import Probe, cannot_probe, difference, is_hugging_face, windows_below
 
-__all__ = ["DocumentsGuard", "require_documents"]
-
 _POSITIONS = "position_ids"
 _LENGTHS = (512, 256, 128, 64, 32, 16, 8, 4)
 """Tokens of a sample; the first that a model takes is used. Small windows need 64 at most."""

@@ -20,8 +20,6 @@ from shoal.errors import ModelError
 from shoal.parallel.axes import Axes
 from shoal.parallel.layout import Cut
 
-__all__ = ["FirstValues", "take_first_values"]
-
 
 @final
 class FirstValues:

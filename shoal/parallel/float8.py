@@ -15,8 +15,6 @@ from torch import nn
 
 from shoal.errors import PlanError
 
-__all__ = ["use_float8"]
-
 _CAPABILITY = (8, 9)
 """CUDA's compute capability of the first devices with products in 8 bits: Ada and Hopper."""
 

@@ -17,8 +17,6 @@ from functools import cached_property
 
 import torch
 
-__all__ = ["ALIGNMENT", "BucketLayout", "Cut", "Slot", "fill_buckets", "memory_order", "part_of_rows"]
-
 ALIGNMENT = 16
 """Alignment in elements: 64 bytes in fp32, a cache line."""
 

@@ -21,8 +21,6 @@ from shoal.parallel.context.positions import local_sequence
 from shoal.parallel.hugging_face.layout import has_tensor_plan
 from shoal.parallel.model_probe import Probe, difference, required_arguments
 
-__all__ = ["ignores_first_label", "refuse_losses"]
-
 _LABELS = 4  # of a sample, few enough for any model's positions
 
 

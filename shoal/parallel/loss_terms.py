@@ -20,8 +20,6 @@ from shoal.errors import LayoutError
 from shoal.models.nested import children_of
 from shoal.parallel.owned import Owned
 
-__all__ = ["mark_stage", "mark_summed", "require_no_terms", "require_no_terms_of_stage"]
-
 _SUMMED = "_shoal_summed"
 _OF_STAGE = "_shoal_of_stage"
 _PRODUCTS = ("Mul", "Div", "Mm", "Mv", "Bmm", "Dot", "Addmm", "Addmv", "Baddbmm", "Convolution")

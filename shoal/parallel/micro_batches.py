@@ -17,17 +17,6 @@ from shoal.plan import Plan, SettledPlan
 from shoal.record import NullRecorder, Recorder
 from shoal.timeline import Kind
 
-__all__ = [
-    "Batch",
-    "next_of",
-    "own_rows",
-    "require_padded",
-    "require_scalar",
-    "require_step",
-    "run_one_by_one",
-]
-
-
 Batch = TypeVar("Batch")
 
 

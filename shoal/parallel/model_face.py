@@ -10,8 +10,6 @@ from torch import nn
 
 from shoal.errors import LayoutError
 
-__all__ = ["ModelFace"]
-
 
 class ModelFace(nn.Module):
     """A module around a model, with the model's names; it cannot be moved, cast, copied or pickled.

@@ -29,17 +29,6 @@ from shoal.data.generators import generators_put_aside, seed_generators
 from shoal.models.dropout import Dropout
 from shoal.models.nested import tensors_in
 
-__all__ = [
-    "LARGE",
-    "Probe",
-    "cannot_probe",
-    "difference",
-    "first_floats",
-    "is_hugging_face",
-    "required_arguments",
-    "windows_below",
-]
-
 _ROUNDINGS = 1 << 10
 """Sums in another order were up to 16 resolutions of fp32 apart, over 150 kinds of models."""
 

@@ -13,8 +13,6 @@ from shoal.errors import LayoutError, ModelError, PlanError
 from shoal.parallel.access import is_laid_out
 from shoal.plan import Plan
 
-__all__ = ["plan_of", "require_blocks", "require_module", "require_parameters", "require_trainable"]
-
 _TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _WRAPPERS = ("DataParallel", "DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel")

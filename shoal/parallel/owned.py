@@ -16,21 +16,6 @@ from shoal.parallel.communication import Axis
 from shoal.parallel.layout import Cut
 from shoal.parallel.offload.stored_shard import Stored
 
-__all__ = [
-    "NO_NORM",
-    "PART",
-    "Frozen",
-    "Mark",
-    "Owned",
-    "as_sharded",
-    "checksum",
-    "combined",
-    "fixed_parameters",
-    "like",
-    "local_part",
-    "require_trained",
-]
-
 PART = "_shoal_part"
 """Attribute of owned parameters and gradients: which part it is, and the parameter's name."""
 

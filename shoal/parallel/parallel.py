@@ -26,12 +26,11 @@ from shoal.parallel.optimizer.norm import GradientNorm, limit_gradients, measure
 from shoal.parallel.optimizer.optimizers import follow_optimizers
 from shoal.parallel.optimizer.step_count import StepCount
 from shoal.parallel.owned import fixed_parameters, require_trained
-from shoal.parallel.pipeline.runtime import Loss, MicroBatch, Pipeline
+from shoal.parallel.pipeline.messages import MicroBatch
+from shoal.parallel.pipeline.runtime import Loss, Pipeline
 from shoal.parallel.state import State
 from shoal.parallel.whole import Whole
 from shoal.plan import Plan
-
-__all__ = ["Parallel"]
 
 
 @final

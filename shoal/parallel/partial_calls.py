@@ -28,8 +28,6 @@ from shoal.parallel.axes import Axes
 from shoal.parallel.loss_terms import mark_stage, mark_summed, require_no_terms
 from shoal.parallel.owned import NO_NORM, Mark, Owned, local_part
 
-__all__ = ["mark_parts"]
-
 _REDUCED = "_shoal_reduced"
 _PARTS = "_shoal_parts"
 _INPUTS = 3  # position of `inputs` among the arguments after the outputs

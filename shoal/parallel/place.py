@@ -11,8 +11,6 @@ from torch import nn
 from shoal.collectives.thread_device import note_device
 from shoal.errors import ConfigError
 
-__all__ = ["on_device", "own_device", "place"]
-
 
 def own_device(device: torch.device | str) -> torch.device:
     """Return the device of this rank with its index, and make it the current one if it is a GPU.

@@ -19,8 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["StageStates", "StateBefore", "StatesBefore", "attributes", "is_changed", "put_back", "restored"]
-
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = (bool, int, float, complex, str, bytes, np.generic)
 _CONTAINERS = (dict, list, tuple, set, deque)

@@ -21,8 +21,6 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from shoal.models.nested import map_tensors
 
-__all__ = ["cast_inputs", "kept_in_fp32"]
-
 
 def kept_in_fp32(model: nn.Module) -> frozenset[str]:
     """Return the names of the parameters that compute in fp32 whatever the Plan says."""

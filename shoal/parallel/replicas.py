@@ -26,8 +26,6 @@ from shoal.parallel.communication import Axis
 from shoal.parallel.owned import checksum, combined
 from shoal.parallel.parallel import Parallel
 
-__all__ = ["Departure", "Replicas"]
-
 Held = tuple[Axis, str, torch.Tensor]
 """Ranks that hold equal values, the parameter's name, and this rank's values."""
 

@@ -19,8 +19,6 @@ from shoal.parallel.layout import Cut
 from shoal.parallel.owned import Frozen, Owned, as_sharded, checksum, local_part
 from shoal.parallel.whole import Whole
 
-__all__ = ["State"]
-
 
 class State:
     """This rank's part of each tensor of a model's `state_dict`.

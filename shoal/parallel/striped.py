@@ -15,8 +15,6 @@ import torch
 from shoal.collectives import ProcessGroup, Stripes
 from shoal.parallel.communication import Axis, Pending, Then, backend_of, new_buffer
 
-__all__ = ["Striped"]
-
 
 class Striped:
     """The collectives of one layout over one axis, all in place.

@@ -15,8 +15,6 @@ from shoal.parallel.owned import Frozen, Owned
 from shoal.parallel.pipeline.pieces import Pieces
 from shoal.parallel.pipeline.stage_chain import Form
 
-__all__ = ["Whole"]
-
 
 @dataclass(frozen=True, slots=True)
 class Whole:

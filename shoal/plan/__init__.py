@@ -11,8 +11,9 @@ Nouns: Plan (how a step is laid over the devices), SettledPlan (a Plan with a fi
 from shoal.plan.block_choices import BlockChoices, block_choices
 from shoal.plan.boundary import Boundary
 from shoal.plan.by_fields import ByFields
-from shoal.plan.choices import CHOICES, DEGREES
+from shoal.plan.choices import CHOICES, DEGREES, element_bytes
 from shoal.plan.compression import BLOCK, CHUNK, Compression
+from shoal.plan.degrees import divisors
 from shoal.plan.exchange import SYNCHRONOUS, Exchange
 from shoal.plan.group import Group
 from shoal.plan.groups import FamilyGroups, Groups
@@ -20,7 +21,7 @@ from shoal.plan.legal import VARIED, legal_plans
 from shoal.plan.mesh import Mesh
 from shoal.plan.offload import BLOCK_ELEMENTS, BUFFERS, DEVICE, GRANULE, OFFLOADED, Tiers
 from shoal.plan.order import AXES, DEFAULT_ORDER
-from shoal.plan.plan import Plan, divisors, element_bytes, parse_settings
+from shoal.plan.plan import Plan, parse_settings
 from shoal.plan.settled import SettledPlan
 from shoal.plan.sharding import FULLY_SHARDED, SHARDINGS, UNSHARDED, Sharding
 from shoal.plan.shares import EQUAL, Shares

@@ -20,8 +20,6 @@ from shoal.plan.offload import Tiers
 from shoal.plan.plan import Plan
 from shoal.plan.recompute import Recompute
 
-__all__ = ["BlockChoices", "block_choices"]
-
 
 class BlockChoices(NamedTuple):
     """Blocks of a stage that do not keep their activations in memory, by their places in it.

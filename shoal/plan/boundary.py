@@ -11,8 +11,6 @@ from shoal.plan.group import Group
 from shoal.plan.groups import Groups
 from shoal.plan.plan import Plan
 
-__all__ = ["Boundary"]
-
 
 @lru_cache(maxsize=1 << 10)
 def _places(group: Group) -> tuple[int, ...]:

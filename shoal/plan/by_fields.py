@@ -14,8 +14,6 @@ from typing import Any, Generic, TypeVar, TypeVarTuple
 from shoal.plan.plan import Plan
 from shoal.plan.settled import SettledPlan
 
-__all__ = ["ByFields"]
-
 R = TypeVar("R")
 Others = TypeVarTuple("Others")
 

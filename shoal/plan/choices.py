@@ -11,8 +11,6 @@ from shoal.plan.exchange import EXCHANGES
 from shoal.plan.schedules import FOUND, NAMES
 from shoal.plan.sharding import SHARDINGS
 
-__all__ = ["CHOICES", "DEGREES", "WHOLE", "element_bytes", "require_choice", "require_whole"]
-
 DEGREES = ("dp", "tp", "pp", "cp", "ep")
 """Names of the degrees, in the order of the text form."""
 

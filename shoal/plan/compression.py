@@ -23,8 +23,6 @@ from typing import Self
 
 from shoal.errors import PlanError, nearest
 
-__all__ = ["BLOCK", "CHUNK", "Compression"]
-
 BLOCK = 1024
 """Elements that share a scale."""
 

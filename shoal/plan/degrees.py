@@ -7,8 +7,6 @@ import math
 from shoal.errors import PlanError
 from shoal.plan.sharding import SHARDINGS, Sharding
 
-__all__ = ["divisors", "require_degrees"]
-
 
 def require_degrees(sharding: Sharding, *, dp: int, cp: int, ep: int, replicate: int) -> None:
     """Check that `replicate` and `ep` divide the ranks that they are carved out of.

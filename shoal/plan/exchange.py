@@ -27,8 +27,6 @@ from shoal.errors import PlanError
 from shoal.plan.compression import Compression
 from shoal.plan.sharding import UNSHARDED, Sharding
 
-__all__ = ["EXCHANGES", "SETTINGS", "SYNCHRONOUS", "Exchange"]
-
 EXCHANGES = ("bucketed", "naive", "local", "server", "auto")
 """Values of a Plan's `exchange`."""
 

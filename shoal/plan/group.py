@@ -8,8 +8,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-__all__ = ["Dim", "Group", "merged", "split_dims"]
-
 Dim = tuple[int, int]
 """A number of equal patterns, and the distance from each to the next, in ranks."""
 

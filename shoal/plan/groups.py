@@ -25,8 +25,6 @@ from shoal.plan.group import Dim, Group, split_dims
 from shoal.plan.order import AXES, DEFAULT_ORDER, axes_of, strides_of
 from shoal.plan.plan import Plan
 
-__all__ = ["FamilyGroups", "Group", "Groups", "context_group", "expert_group", "tensor_group"]
-
 
 def tensor_group(tp: int) -> Group:
     """Return the group of ranks with other parts of the same layers."""

@@ -8,9 +8,8 @@ from typing import Any
 
 from shoal.errors import PlanError, UserError
 from shoal.plan.choices import CHOICES
-from shoal.plan.plan import Plan, divisors
-
-__all__ = ["VARIED", "legal_plans"]
+from shoal.plan.degrees import divisors
+from shoal.plan.plan import Plan
 
 VARIED: Mapping[str, Sequence[Any]] = {
     "shard": CHOICES["shard"],

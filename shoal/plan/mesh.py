@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from shoal.plan.order import AXES, axes_of
 from shoal.plan.plan import Plan
 
-__all__ = ["Mesh"]
-
 
 @dataclass(frozen=True, slots=True)
 class Mesh:

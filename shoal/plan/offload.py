@@ -21,8 +21,6 @@ from shoal.errors import PlanError, nearest
 from shoal.plan.recompute import share_of_blocks
 from shoal.plan.sharding import Sharding
 
-__all__ = ["BLOCK_ELEMENTS", "BUFFERS", "DEVICE", "GRANULE", "OFFLOADED", "PLACES", "Tiers"]
-
 PLACES: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("host", "file"),
     "gradients": ("file",),

@@ -7,8 +7,6 @@ from functools import lru_cache
 
 from shoal.errors import PlanError
 
-__all__ = ["AXES", "DEFAULT_ORDER", "axes_of", "require_order", "strides_of"]
-
 AXES = ("pp", "replicate", "shard", "cp", "tp")
 """Axes of the mesh, outermost first in the default order."""
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from shoal.errors import PlanError
 from shoal.limits import NUMBER, RANKS
-from shoal.plan.choices import CHOICES, DEGREES, WHOLE, element_bytes, require_choice, require_whole
+from shoal.plan.choices import CHOICES, WHOLE, element_bytes, require_choice, require_whole
 from shoal.plan.compression import Compression
 from shoal.plan.degrees import divisors, require_degrees
 from shoal.plan.exchange import SETTINGS, SYNCHRONOUS, Exchange
@@ -24,8 +24,6 @@ from shoal.plan.sharding import SHARDINGS, UNSHARDED, Sharding
 from shoal.plan.shares import EQUAL, Shares
 from shoal.plan.text import read_number, settings_of
 from shoal.units import exact_bytes
-
-__all__ = ["CHOICES", "DEGREES", "Plan", "divisors", "element_bytes", "parse_settings"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

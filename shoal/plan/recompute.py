@@ -12,8 +12,6 @@ from functools import lru_cache
 from shoal.errors import PlanError
 from shoal.plan.choices import CHOICES, require_choice
 
-__all__ = ["Recompute", "share_of_blocks"]
-
 
 @dataclass(frozen=True, slots=True)
 class Recompute:

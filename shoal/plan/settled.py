@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from shoal.errors import PlanError
-from shoal.plan.plan import Plan, divisors
+from shoal.plan.degrees import divisors
+from shoal.plan.plan import Plan
 from shoal.plan.schedules import kind_of
 from shoal.plan.shares import Shares
-
-__all__ = ["SettledPlan"]
 
 
 class SettledPlan(Plan):

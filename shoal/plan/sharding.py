@@ -21,8 +21,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["FULLY_SHARDED", "SHARDINGS", "UNSHARDED", "Sharding"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False, slots=True)
 class Sharding:

@@ -27,8 +27,6 @@ from typing import Self
 
 from shoal.errors import PlanError
 
-__all__ = ["EQUAL", "Shares"]
-
 EQUAL = "equal"
 """The value of `shares` with which all ranks make equally many micro-batches, whatever the batch is."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-__all__ = ["Amounts", "Load", "Score"]
-
 Score = tuple[float, ...]
 """The score of a split; less is better: memory above the limit, time of a step, and so on."""
 

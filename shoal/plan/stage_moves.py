@@ -16,8 +16,6 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from shoal.plan.stage_load import Load, Score
 
-__all__ = ["descend", "moves"]
-
 _ALL = 40
 """Number of stages up to which all moves are tried: moves grow with its square."""
 

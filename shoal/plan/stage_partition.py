@@ -25,8 +25,6 @@ from typing import NamedTuple
 
 from shoal.plan.stage_load import Amounts
 
-__all__ = ["partition"]
-
 _EQUAL = 1e-12
 """Bisection ends when its bounds differ by less than this, relatively."""
 

@@ -20,8 +20,6 @@ from shoal.plan.stage_load import Load
 from shoal.plan.stage_moves import descend
 from shoal.plan.stage_partition import partition
 
-__all__ = ["search_split"]
-
 _STEPS = 480_000
 """Stages that are tried in the exhaustive part, times their number: about 0.2 s."""
 

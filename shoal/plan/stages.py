@@ -23,8 +23,6 @@ from shoal.plan.stage_load import Amounts, Load
 from shoal.plan.stage_search import search_split
 from shoal.units import format_bytes
 
-__all__ = ["Cost", "parse_split", "ranges_of", "split_by_cost", "split_by_count", "split_text", "times_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Cost:

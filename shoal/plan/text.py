@@ -9,8 +9,6 @@ from shoal.errors import PlanError, nearest
 from shoal.limits import PLAN
 from shoal.units import parse_bytes
 
-__all__ = ["read_number", "settings_of"]
-
 _SIZES = ("bucket",)
 _SHARES = ("feedback",)
 _REAL = ("staleness", "grace")

@@ -17,8 +17,6 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
 
-__all__ = ["balanced_split"]
-
 
 def balanced_split(
     embedding: float,

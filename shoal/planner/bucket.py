@@ -12,8 +12,6 @@ from shoal.cost import Layout
 from shoal.cost.time import Bucket, families_of, gather_seconds, reduce_seconds
 from shoal.plan import SettledPlan
 
-__all__ = ["ALL_SIZES", "SIZES", "usual_bucket"]
-
 SIZES = (16 << 20, 128 << 20, 1 << 30)
 """Sizes that a search tries; the best Plans get more."""
 

@@ -13,8 +13,6 @@ from shoal.planner.space import Degrees
 from shoal.simulate import BUBBLE, played_parts
 from shoal.workload import Workload
 
-__all__ = ["COMMUNICATION", "Candidate"]
-
 COMMUNICATION = ("tensor", "context", "expert", "pipeline", "data")
 """The parts of a step that are exposed communication."""
 

@@ -21,8 +21,6 @@ from shoal.planner.search import Search
 from shoal.planner.sized import Fitted
 from shoal.planner.space import RECOMPUTES, Degrees
 
-__all__ = ["with_cheapest_blocks"]
-
 
 def with_cheapest_blocks(search: Search, found: Fitted, *, may_store: bool) -> Fitted:
     """Return the quickest of a Plan and of those near it whose blocks do in each case what is cheapest.

@@ -22,8 +22,6 @@ from shoal.planner.sized import Fitted
 from shoal.planner.space import Degrees
 from shoal.workload import Workload
 
-__all__ = ["OBJECTIVES", "Choice", "choose"]
-
 OBJECTIVES = ("time", "money")
 """Objectives of the choice."""
 

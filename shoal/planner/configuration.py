@@ -8,8 +8,6 @@ from shoal.errors import ModelError
 from shoal.planner.candidate import Candidate
 from shoal.workload import ModelShape
 
-__all__ = ["configuration"]
-
 
 def configuration(candidate: Candidate, shape: ModelShape) -> str:
     """Return a configuration for `shoal train`, in TOML.

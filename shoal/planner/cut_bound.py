@@ -15,8 +15,6 @@ from shoal.plan.schedules import kind_of
 from shoal.planner.space import Variant
 from shoal.planner.work import Sums, Work
 
-__all__ = ["least_of_cut"]
-
 
 def least_of_cut(variant: Variant, split: Sequence[int], work: Work, sums: Sums) -> float:
     """Return the bound for any sharding.

@@ -41,9 +41,6 @@ from shoal.plan import Groups
 from shoal.planner.space import Degrees, HybridSharding
 from shoal.workload import Workload
 
-__all__ = ["Communication", "LeastDataParallel", "Numbers", "StageCommunication"]
-
-
 Numbers = tuple[int, ...]
 """Numbers of blocks, by kind."""
 

@@ -25,17 +25,6 @@ from typing import NamedTuple
 from shoal.cost.time import payload_bytes
 from shoal.plan import Compression, Exchange, Plan, parse_settings
 
-__all__ = [
-    "DENSE",
-    "CodecMeasure",
-    "Conditions",
-    "Expected",
-    "Tried",
-    "candidates",
-    "exchange_of",
-    "expected",
-]
-
 DENSE = "exchange=bucketed"
 """Every step averages whole gradients."""
 

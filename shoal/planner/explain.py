@@ -31,8 +31,6 @@ from shoal.planner.unequal import unequal
 from shoal.simulate import traffic_of
 from shoal.workload import Block
 
-__all__ = ["explain"]
-
 _MOST_PLAYED = 6
 """Plans that are played on a changed machine, those of the least bounds."""
 

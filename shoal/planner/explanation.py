@@ -13,8 +13,6 @@ from shoal.planner.unequal import Unequal
 from shoal.simulate import Traffic
 from shoal.units import format_bytes, format_seconds
 
-__all__ = ["Change", "Explanation", "Neighbour"]
-
 _PART_NAMES = {
     "compute": "compute",
     "tensor": "tensor-parallel communication",

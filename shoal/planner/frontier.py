@@ -12,8 +12,6 @@ from shoal.planner.sized import Fitted, Piped, Sized
 from shoal.planner.space import Degrees
 from shoal.planner.tree import Branch, Tree
 
-__all__ = ["NONE_LEFT", "Frontier", "Key", "Look", "Taken", "Takes"]
-
 Key = tuple[float, tuple[int, ...]]
 """What branches are sorted by: the bound, and the place in the tree, which begins with the number of the
 degrees. Equal bounds come in the order of the tree, whatever the bounds of the branches that they grew from.

@@ -33,8 +33,6 @@ from shoal.planner.space import Degrees
 from shoal.planner.tree import Tree
 from shoal.signals import withheld_from_children
 
-__all__ = ["Helper", "can_help", "running"]
-
 _BATCH = 16  # branches of a message
 _LEAST = 100  # degrees of a search that takes a second; in a small one both would do much that none needs
 

@@ -31,8 +31,6 @@ from shoal.plan.schedules import kind_of
 from shoal.planner.space import Degrees, HybridSharding, Variant
 from shoal.workload import Block, Workload
 
-__all__ = ["LeastMemory", "Share", "StateBytes"]
-
 _ROUNDING = 1.0  # a byte, by which rounding cannot make a bound of some GB too large
 
 

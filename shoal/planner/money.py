@@ -15,8 +15,6 @@ from shoal.plan import divisors
 from shoal.planner.search import Search
 from shoal.workload import Workload
 
-__all__ = ["cheapest"]
-
 
 def cheapest(
     workload: Workload, cluster: Cluster, batch: int, *, margin: float, precision: str | None = None

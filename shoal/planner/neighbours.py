@@ -13,8 +13,6 @@ from shoal.plan.schedules import KINDS, NAMES, kind_of
 from shoal.planner.bucket import ALL_SIZES
 from shoal.planner.space import RECOMPUTES, Space
 
-__all__ = ["changed", "half_and_twice", "moved", "neighbours", "orders"]
-
 _DEGREES = ("dp", "tp", "pp", "cp")
 _KEEPING_SHARES = {"bucket", "recompute", "context", "tensor"}
 

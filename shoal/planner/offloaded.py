@@ -25,8 +25,6 @@ from shoal.planner.search import Search
 from shoal.planner.sized import Fitted
 from shoal.workload import Parameters
 
-__all__ = ["STATES_ON_CPUS", "quicker_outside", "stores_activations", "unknown_rates"]
-
 _ON_GPUS = ("optimizer:host", "optimizer:file")
 STATES_ON_CPUS = (
     "optimizer:file",

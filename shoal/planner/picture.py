@@ -9,8 +9,6 @@ from html import escape
 from shoal.planner.scale import Point, Scaling
 from shoal.units import format_count
 
-__all__ = ["picture", "ticks"]
-
 _WIDTH, _HEIGHT = 760, 600
 _LEFT, _RIGHT = 88, 744
 _CURVE = (96, 320)  # top and bottom

@@ -22,8 +22,6 @@ from shoal.planner.search import Search
 from shoal.planner.sized import Fitted
 from shoal.planner.space import Degrees, HybridSharding, Variant
 
-__all__ = ["LEAST_GAIN", "MOST_SEARCHED", "SIMPLER", "polished", "simplest", "with_found_schedule"]
-
 MOST_SEARCHED = 512
 MOST_SPLIT = 32  # stages that are split by the cost of every block, which takes a tenth of a second
 LEAST_GAIN = 0.01

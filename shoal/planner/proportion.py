@@ -23,8 +23,6 @@ from shoal.planner.search import LOOSE, Search
 from shoal.planner.sized import Fitted
 from shoal.planner.space import Degrees
 
-__all__ = ["in_proportion", "proportional", "with_shares"]
-
 
 def with_shares(
     search: Search, number: int, accept: Callable[[Degrees], bool] = lambda degrees: True

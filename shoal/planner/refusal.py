@@ -8,8 +8,6 @@ from shoal.plan import SettledPlan
 from shoal.planner.offloaded import unknown_rates
 from shoal.planner.search import Search
 
-__all__ = ["refusal"]
-
 
 def refusal(search: Search) -> PlanError:
     """Return the error for a search that found nothing."""

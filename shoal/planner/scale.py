@@ -24,8 +24,6 @@ from shoal.planner.refusal import refusal
 from shoal.planner.search import Search
 from shoal.workload import Workload
 
-__all__ = ["Point", "Scaling", "scale"]
-
 _PAYS = 1.5  # least factor on tokens/s from twice the devices
 
 

@@ -35,8 +35,6 @@ from shoal.planner.space import Degrees, leanest_sharding
 from shoal.planner.tree import Tree
 from shoal.workload import Workload
 
-__all__ = ["LOOSE", "SLACK", "Ranking", "Search"]
-
 SLACK = 0.004
 """The share of its seconds by which a Plan that was not played may be quicker than the best."""
 

@@ -30,8 +30,6 @@ from shoal.planner.stage_bound import Stages, least_of_stages
 from shoal.planner.work import Work
 from shoal.workload import Parameters
 
-__all__ = ["LeastStep", "Shardings"]
-
 _MANY = Parameters(divided=10**9)
 
 

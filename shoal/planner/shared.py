@@ -20,8 +20,6 @@ from shoal.planner.work import Works
 from shoal.simulate import played_passes, played_seconds
 from shoal.workload import Workload
 
-__all__ = ["Shared"]
-
 R = TypeVar("R")
 
 

@@ -13,8 +13,6 @@ from shoal.planner.bucket import SIZES
 from shoal.planner.shared import Shared
 from shoal.planner.space import Degrees
 
-__all__ = ["Fitted", "Piped", "Sized"]
-
 
 class Fitted(NamedTuple):
     """A Plan that fits.

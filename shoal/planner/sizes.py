@@ -11,8 +11,6 @@ from shoal.planner.neighbours import changed, half_and_twice
 from shoal.planner.proportion import proportional
 from shoal.planner.search import Search
 
-__all__ = ["Size", "sizes_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Size:

@@ -34,9 +34,6 @@ from shoal.plan import (
 from shoal.plan.schedules import KINDS, NAMES, kind_of
 from shoal.workload import Workload
 
-__all__ = ["RECOMPUTES", "Degrees", "HybridSharding", "Space", "Variant", "leanest_sharding"]
-
-
 _BUCKET = Plan().bucket
 _ANY_SCHEDULE = Plan().schedule
 

@@ -18,9 +18,6 @@ from shoal.planner.data_parallel_bound import Numbers, StageCommunication
 from shoal.planner.space import HybridSharding, Variant
 from shoal.planner.work import Passes, Sums
 
-__all__ = ["Stages", "least_of_stages", "stages_of"]
-
-
 _NOTHING = Passes(0.0, 0.0)
 
 

@@ -32,8 +32,6 @@ from shoal.planner.sized import Sized
 from shoal.planner.space import RECOMPUTES, Degrees, HybridSharding, Variant
 from shoal.planner.stage_bound import Stages
 
-__all__ = ["Branch", "Tree"]
-
 
 class Branch(Protocol):
     """A set of Plans; its branches are subsets."""

@@ -19,8 +19,6 @@ from shoal.planner.proportion import with_shares
 from shoal.planner.search import Search
 from shoal.planner.sized import Fitted
 
-__all__ = ["Slower", "Unequal", "unequal"]
-
 
 @dataclass(frozen=True, slots=True)
 class Slower:

@@ -12,8 +12,6 @@ from shoal.cost import Costs, Kinds, Layout
 from shoal.cost.time import BlockCost
 from shoal.planner.space import Degrees
 
-__all__ = ["Passes", "Sums", "Work", "Works"]
-
 
 class Passes(NamedTuple):
     """Seconds of a micro-batch."""

@@ -27,8 +27,6 @@ from shoal.probe.small_layer import SmallLayer
 from shoal.probe.turns import COLD, Effort, Operation, time_in_turns
 from shoal.workload import Attention, ModelShape, Pass, workload_of
 
-__all__ = ["measure_attention", "measure_host", "measure_passes", "measure_products"]
-
 _SQUARES = (64, 128, 256, 512, 1024)
 _LARGE_SQUARES = (2048, 4096, 8192)  # only if one product takes less than a second: on accelerators
 _SKEWED = (

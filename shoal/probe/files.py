@@ -13,8 +13,6 @@ from pathlib import Path
 from shoal.errors import ConfigError
 from shoal.probe.turns import Effort
 
-__all__ = ["measure_files"]
-
 _CHUNK = 8 << 20
 _CHUNKS = 16
 

@@ -37,8 +37,6 @@ from shoal.probe.measurements import (
 from shoal.probe.sheet import Sheet
 from shoal.probe.trust import of_the_device
 
-__all__ = ["fit"]
-
 _SHARES = (1e-3, 1.0)
 _DEPTHS = (1.0, 4096.0)
 _SETUPS = (1e-7, 1e-2)  # only for the innermost level: a collective has one setup

@@ -11,8 +11,6 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-__all__ = ["least"]
-
 _POINTS = 5  # points of the coarse grid, along each number
 _SMALLEST_STEP = 1e-3  # of a logarithm: the relative error of the result
 

@@ -21,19 +21,10 @@ from shoal.bench.measure import measure
 from shoal.bench.world import Ranks
 from shoal.collectives import Options
 from shoal.errors import CommunicationError
-from shoal.plan.groups import Group
+from shoal.plan.group import Group
 from shoal.probe.measurements import CollectiveTime, HostRates, SendTime
 from shoal.probe.place import Place
 from shoal.probe.turns import COLD, Effort, time_in_turns
-
-__all__ = [
-    "COLLECTIVES",
-    "form_groups",
-    "form_innermost",
-    "measure_contention",
-    "measure_hosts",
-    "measure_links",
-]
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 _PAIR_BYTES = 16 << 20

@@ -16,19 +16,6 @@ from shoal.cost.time import attention_seconds, pass_seconds, product_seconds, st
 from shoal.plan import Boundary, Group
 from shoal.workload import Attention
 
-__all__ = [
-    "AttentionTime",
-    "CollectiveTime",
-    "HostRates",
-    "HostTimes",
-    "Measurement",
-    "Measurements",
-    "PassTime",
-    "ProductTime",
-    "SendTime",
-    "SynchronisationTime",
-]
-
 
 class Measurement(Protocol):
     """An operation and its seconds, measured while all ranks did the same."""

@@ -19,8 +19,6 @@ from shoal.collectives.rendezvous import host_identity
 from shoal.collectives.values import all_gather_value
 from shoal.errors import ClusterError
 
-__all__ = ["Place"]
-
 
 @dataclass(frozen=True, slots=True)
 class Place:

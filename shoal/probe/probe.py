@@ -22,8 +22,6 @@ from shoal.probe.synchronisations import measure_synchronisations
 from shoal.probe.trust import FitError, errors_of, of_the_device, trusted
 from shoal.probe.turns import THOROUGH, Effort
 
-__all__ = ["Probed", "fitted", "measure_device", "median_of_ranks", "probe"]
-
 Timed = TypeVar("Timed", ProductTime, PassTime, AttentionTime)
 
 

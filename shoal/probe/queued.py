@@ -20,8 +20,6 @@ import torch
 from shoal.probe.place import Place
 from shoal.probe.turns import Effort, Key, Operation, time_in_turns
 
-__all__ = ["Clock", "CudaClock", "queued_seconds", "time_on_device"]
-
 _MOST = 64  # repetitions: a GPU's queue holds about a thousand kernels
 _FIRST = 4  # repetitions that tell how many fill a turn
 _SPARE = 2.0  # times the host's expected seconds that the device is held

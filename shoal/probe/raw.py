@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import DataError
-from shoal.plan.groups import Group
+from shoal.plan.group import Group
 from shoal.probe.measurements import (
     AttentionTime,
     CollectiveTime,
@@ -21,8 +21,6 @@ from shoal.probe.measurements import (
 )
 from shoal.probe.sheet import Sheet
 from shoal.workload import Attention
-
-__all__ = ["read_measurements"]
 
 
 def read_measurements(path: str | Path) -> tuple[Measurements, Sheet]:

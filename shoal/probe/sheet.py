@@ -11,8 +11,6 @@ import torch
 
 from shoal.probe.place import Place
 
-__all__ = ["Sheet", "network_rate", "rdma_adapters", "read_sheet"]
-
 _SYS = Path("/sys/class")
 _BITS = 8
 

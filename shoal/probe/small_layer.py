@@ -12,8 +12,6 @@ from shoal.cost import Layout
 from shoal.cost.time import starts_of
 from shoal.workload import Block, ModelShape, Pass, Product, compilable_workload_of, workload_of
 
-__all__ = ["SmallLayer"]
-
 _WIDTH = 16
 _TOKENS = 4
 _AROUND = 4  # kernels around the layer: its input, the sum of its result, and their gradients

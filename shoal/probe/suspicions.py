@@ -8,8 +8,6 @@ from statistics import median
 from shoal.probe.measurements import HostRates, Measurements
 from shoal.probe.sheet import Sheet
 
-__all__ = ["suspicions"]
-
 _OFF_THE_PACE = 0.10
 _SLOW_LINK = 0.20  # below the median of hosts: links vary more than devices
 _OVERSUBSCRIBED = 1.25

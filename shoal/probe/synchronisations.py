@@ -21,8 +21,6 @@ from shoal.probe.measurements import SynchronisationTime
 from shoal.probe.place import Place
 from shoal.probe.turns import COLD, Effort, time_in_turns
 
-__all__ = ["measure_synchronisations"]
-
 _LENGTHS = (1, 4, 16)  # products of a piece of work, each with a pass over its result
 _SIZES = {"cpu": 512, "cuda": 4096}
 _LONGER = 10  # times the turns of other operations, so that each has many synchronisations

@@ -19,8 +19,6 @@ from typing import TypeVar
 from shoal.cluster import Cluster, Device
 from shoal.probe.measurements import AttentionTime, Measurement, Measurements, PassTime, ProductTime
 
-__all__ = ["DOUBTFUL", "FitError", "errors_of", "of_the_device", "trusted"]
-
 DOUBTFUL = 0.25
 """Median error of a kind of operations above which its fit is not used."""
 

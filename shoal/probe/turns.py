@@ -17,8 +17,6 @@ from typing import TypeVar
 
 from shoal.probe.place import Place
 
-__all__ = ["COLD", "QUICK", "THOROUGH", "Effort", "Key", "Operation", "time_in_turns"]
-
 COLD = 128 << 20
 """Bytes that lie between two uses of a tensor: several times the caches of a core."""
 

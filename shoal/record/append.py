@@ -8,8 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-__all__ = ["AppendFile"]
-
 
 class AppendFile:
     """Append lines to a file; the first failure is reported and gives the file up.

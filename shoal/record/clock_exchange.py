@@ -32,8 +32,6 @@ from shoal.proc import boot_id
 from shoal.record.append import AppendFile
 from shoal.timeline.clocks import Tie, tie_line
 
-__all__ = ["ClockExchange", "clock_name", "exchange_clocks"]
-
 _EVERY_SECONDS = 5.0
 _PACKETS = 8
 _PATIENCE_SECONDS = 0.25

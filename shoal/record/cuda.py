@@ -9,8 +9,6 @@ import torch
 
 from shoal.record.device import DeviceEvents
 
-__all__ = ["CudaEvents"]
-
 _CYCLES_PER_SECOND = 1.7e9
 """A usual clock of a GPU: a hold may be a third shorter or longer."""
 

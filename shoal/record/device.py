@@ -6,8 +6,6 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from typing import Any
 
-__all__ = ["DeviceEvents"]
-
 
 class DeviceEvents(ABC):
     """Events on the streams of one device; nothing here waits for the device.

@@ -20,8 +20,6 @@ from typing import Any, final
 
 from shoal.record.device import DeviceEvents
 
-__all__ = ["DeviceClock", "Tie"]
-
 _QUERIES = 50
 """Queries of a tie before it is left for the next time: about as many microseconds."""
 

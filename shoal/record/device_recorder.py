@@ -26,8 +26,6 @@ from shoal.record.recorder import DROPPED, FileRecorder, OpenSpan, step_is_kept
 from shoal.record.span_file import SpanFile
 from shoal.timeline.span import Kind, Lane
 
-__all__ = ["DeviceRecorder"]
-
 _TIE_SECONDS = 0.1
 """Seconds from one tie of the clocks to the next, at least."""
 

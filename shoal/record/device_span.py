@@ -14,8 +14,6 @@ from shoal.record.holding import Holding
 from shoal.record.recorder import OpenSpan, Started
 from shoal.record.span_file import Fields
 
-__all__ = ["DeviceSpan", "Recording", "SpanBeside"]
-
 
 @dataclass(slots=True)
 class Recording:

@@ -13,8 +13,6 @@ from typing import final
 from shoal.record.device import DeviceEvents
 from shoal.timeline.launch import WORK
 
-__all__ = ["Holding"]
-
 _FIRST = 3
 """The first step of a process that is held: those before warm up."""
 

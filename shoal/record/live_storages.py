@@ -14,8 +14,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["LiveStorages", "MappedFiles", "spanned"]
-
 _OWN_OPERATORS = "shoal"
 _IN_MEMORY = ("/dev/", "/memfd:", "/SYSV")
 """Beginnings of the names that Linux gives to shared memory which is no file, and to devices such as GPUs."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
-__all__ = ["Logger"]
-
 
 class Logger(ABC):
     """A receiver of the values of steps. One rank has one."""

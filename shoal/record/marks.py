@@ -7,8 +7,6 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import final
 
-__all__ = ["Marked", "Marks"]
-
 
 @final
 class Marks:

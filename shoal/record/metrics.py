@@ -11,8 +11,6 @@ from shoal.record.append import AppendFile
 from shoal.record.logger import Logger
 from shoal.run.metrics import metrics_line
 
-__all__ = ["Loggers", "MetricsWriter"]
-
 
 @final
 class MetricsWriter(Logger):

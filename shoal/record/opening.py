@@ -13,8 +13,6 @@ from shoal.record.device_recorder import DeviceRecorder
 from shoal.record.marks import Marks
 from shoal.record.recorder import Recorder, SpanRecorder
 
-__all__ = ["open_recorder"]
-
 
 def open_recorder(
     path: str | os.PathLike[str],

@@ -27,17 +27,6 @@ from shoal.record.marks import Marked, Marks
 from shoal.record.span_file import Fields, SpanFile
 from shoal.timeline.span import Kind, Lane
 
-__all__ = [
-    "DROPPED",
-    "FileRecorder",
-    "NullRecorder",
-    "OpenSpan",
-    "Recorder",
-    "SpanRecorder",
-    "Started",
-    "step_is_kept",
-]
-
 
 class OpenSpan(ABC):
     """A span that has started; `close` ends it."""

@@ -8,8 +8,6 @@ from typing import final
 from shoal.record.recorder import OpenSpan, Recorder
 from shoal.timeline.span import Kind, Lane
 
-__all__ = ["ShiftedRecorder"]
-
 
 @final
 class ShiftedRecorder(Recorder):

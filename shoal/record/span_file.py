@@ -10,8 +10,6 @@ from shoal.record.append import AppendFile
 from shoal.record.clock_exchange import clock_name
 from shoal.timeline.lines import header_line, span_line
 
-__all__ = ["Fields", "SpanFile"]
-
 _FLUSH_SECONDS = 1.0
 
 Fields = tuple[str, str, str, float, float, int, tuple[int, ...], str, str, tuple[float, float] | None]

@@ -17,16 +17,6 @@ from shoal.plan.schedules import Action
 from shoal.replay.graph import Await, Collective, Event, Graph, Work
 from shoal.timeline import Kind
 
-__all__ = [
-    "as_ideal",
-    "as_others",
-    "stage_of",
-    "transfers_as_others",
-    "without_transfers",
-    "without_waits",
-    "without_work",
-]
-
 _Sums = dict[tuple[int, int, str], float]
 """Seconds of work by rank, step and kind."""
 

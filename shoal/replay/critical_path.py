@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from shoal.replay.graph import Arrive, Await, Work
 from shoal.replay.play import Played
 
-__all__ = ["OnPath", "critical_path"]
-
 
 @dataclass(frozen=True, slots=True)
 class OnPath:

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Arrive", "Await", "Collective", "Event", "Graph", "Work"]
-
 
 @dataclass(frozen=True, slots=True)
 class Work:

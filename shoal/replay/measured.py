@@ -17,8 +17,6 @@ from shoal.timeline import Kind, Lane, Meeting, Span, Timeline, meetings
 from shoal.timeline.intervals import Interval
 from shoal.timeline.windows import StepWindows
 
-__all__ = ["graph_of", "graphs_of"]
-
 _WORKS = (
     *(Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER, Kind.DATA_WAIT, Kind.COPY),
     *(Kind.VALIDATION, Kind.CHECKPOINT),

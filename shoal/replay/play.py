@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from shoal.errors import ShoalError
 from shoal.replay.graph import Arrive, Await, Graph, Work
 
-__all__ = ["Played", "play"]
-
 
 @dataclass(frozen=True, slots=True)
 class Played:

@@ -20,8 +20,6 @@ from shoal.replay.measured import graphs_of
 from shoal.replay.play import Played, play
 from shoal.timeline import Kind, Timeline
 
-__all__ = ["Saving", "WhatIf", "what_if"]
-
 _KINDS = (Kind.DATA_WAIT, Kind.COPY, Kind.OPTIMIZER, Kind.OTHER)
 _MOST_WAITS = 10
 _MOST_EVENTS = 200_000

@@ -35,8 +35,6 @@ from typing import Any, final
 from shoal.run.directory import Run
 from shoal.run.events import Event, read_events
 
-__all__ = ["CAUSES", "Account", "Ledger", "account"]
-
 CAUSES = (
     "start",
     "compile",

@@ -16,8 +16,6 @@ from typing import Any, Self
 from shoal.limits import json_of, open_regular
 from shoal.proc import boot_id, process_began
 
-__all__ = ["Claim", "claim_path", "claims_in", "is_alive", "lock", "newest_claim"]
-
 _NAME = re.compile(r"\.writer-([0-9]+)")
 _SIZE = 1024  # bytes of a file, written over in place, so that a reader never finds it empty
 _LOOKS, _SOON = 20, 0.05  # looks at a file that is not whole yet, and seconds between them

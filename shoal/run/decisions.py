@@ -10,8 +10,6 @@ from pathlib import Path
 from shoal.limits import json_of
 from shoal.lines import bounded_lines
 
-__all__ = ["Decision", "read_decisions", "write_decision"]
-
 
 @dataclass(frozen=True, slots=True)
 class Decision:

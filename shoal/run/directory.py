@@ -41,8 +41,6 @@ from shoal.run.memory import MeasuredMemory, read_memory
 from shoal.run.metrics import read_metrics
 from shoal.run.updates import Applied, read_updates
 
-__all__ = ["Run", "absolute", "default_path", "is_free", "resume_command", "shown"]
-
 _DESCRIPTION = "run.json"
 _NAMED_RUNS = 5
 _OUTPUT = re.compile(r"rank-[0-9]+\.log")

@@ -29,8 +29,6 @@ from typing import Any
 
 from shoal.limits import open_regular
 
-__all__ = ["Event", "parse_events", "read_events", "write_event"]
-
 Event = dict[str, Any]
 """One event: a JSON object with `time` and `event`."""
 

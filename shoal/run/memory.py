@@ -11,8 +11,6 @@ from typing import Any, Self
 from shoal.errors import RunError
 from shoal.limits import DESCRIPTION, json_of, read_regular
 
-__all__ = ["OUTSIDE", "MeasuredMemory", "UnitMemory", "read_memory", "write_memory"]
-
 OUTSIDE = "outside blocks"
 """Name of the unit of all that is in no block: embedding, last norm, head."""
 

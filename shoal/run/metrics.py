@@ -18,8 +18,6 @@ from shoal.errors import ShoalError
 from shoal.limits import json_of
 from shoal.lines import bounded_lines
 
-__all__ = ["NOT_FINITE", "json_number", "metrics_line", "read_metrics"]
-
 NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 

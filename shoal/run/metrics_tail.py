@@ -23,8 +23,6 @@ from shoal.limits import open_regular
 from shoal.run.metrics import NOT_FINITE
 from shoal.run.tail import FileTail
 
-__all__ = ["MetricsTail"]
-
 _COLUMNS = (
     *("loss", "validation_loss", "validation_accuracy", "tokens_per_second", "step_seconds"),
     *("gradient_norm", "learning_rate", "tokens"),

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-__all__ = ["Speed", "speed_of", "tokens_per_second"]
-
 _WARM_UP_STEPS = 2  # steps in which caches fill and kernels are chosen
 
 

@@ -16,8 +16,6 @@ from shoal.run.account import Account, Ledger
 from shoal.run.directory import Run
 from shoal.run.events import parse_events
 
-__all__ = ["FileTail", "FollowedAccount"]
-
 _AT_ONCE = 4 << 20
 """Bytes that are read at once."""
 _LONGEST_LINE = 1 << 20

@@ -21,8 +21,6 @@ from shoal.timeline import Span, Timeline
 from shoal.timeline.clocks import OneClock, Origin, Tie, read_ties
 from shoal.timeline.lines import FORMAT, parse_span
 
-__all__ = ["Malformed", "Restart", "TimelineFiles"]
-
 _HEADER = b'{"timeline":'
 _STEP = re.compile(rb'\n\{"kind":"step","name":"(\d{1,15})"[^\n]*\n')
 _LONGEST_HEADER = 4096

@@ -9,8 +9,6 @@ from pathlib import Path
 from shoal.limits import json_of
 from shoal.lines import bounded_lines
 
-__all__ = ["Applied", "read_updates"]
-
 
 @dataclass(frozen=True, slots=True)
 class Applied:

@@ -29,8 +29,6 @@ from typing import final
 from shoal.errors import RunError
 from shoal.run.claim import Claim, claim_path, claims_in, is_alive, lock, newest_claim
 
-__all__ = ["Claiming", "Writer", "claimed", "close_all", "is_written", "name_group", "require_free"]
-
 _BEAT = 2.0  # seconds between two changes of the counter
 _LEASE = 20.0  # seconds without a change after which a process of another machine counts as ended
 _PAUSE = 0.2  # seconds between two looks at it

@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 
 from shoal.server.terms import ServerError
 
-__all__ = ["Blueprint"]
-
 _ALLOWED = ("torch.optim.", "shoal.")
 """Where the classes are that a server makes optimizers of; it imports nothing else that it is told."""
 

@@ -28,8 +28,6 @@ from typing import Any, final
 from shoal.server.guard import Guard
 from shoal.server.terms import Decision, Mode, ServerError, Terms, Ticket
 
-__all__ = ["Board"]
-
 _NO_ROUND = Decision(shares=(), finished=0, complete=0, leads=False)
 
 

@@ -17,8 +17,6 @@ from shoal.plan import Compression
 from shoal.server.blueprint import Blueprint
 from shoal.server.terms import SERVER, Decision, ServerError, Terms, Ticket
 
-__all__ = ["Servers", "ask", "connect"]
-
 _ALIGNED = 1024  # elements: a shard begins at a multiple
 
 _CONNECT = 10.0  # seconds

@@ -24,8 +24,6 @@ from typing import final
 
 from shoal.server.terms import Mode, Terms
 
-__all__ = ["Guard"]
-
 _WINDOW = 32  # contributions
 _RISE = 0.25  # share by which the mean loss of a window may be above the least
 _ERRORS = 6  # standard errors by which it may be above it: the least of many means is low by chance

@@ -38,8 +38,6 @@ from shoal.server.client import ask, connect
 from shoal.server.shard import Contribution, Shard
 from shoal.server.terms import SERVER, ServerError, Terms
 
-__all__ = ["Server"]
-
 _Reply = tuple[dict[str, Any], Sequence[torch.Tensor]]
 
 

@@ -15,8 +15,6 @@ from shoal.server.blueprint import Blueprint
 from shoal.server.terms import ServerError
 from shoal.server.view import View
 
-__all__ = ["Contribution", "Shard"]
-
 _NONE = Compression()
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from shoal.errors import CommunicationError
 
-__all__ = ["SERVER", "Decision", "Mode", "ServerError", "Terms", "Ticket"]
-
 SERVER = b"parameter server"
 """The purpose of channels to a parameter server."""
 

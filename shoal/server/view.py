@@ -17,8 +17,6 @@ import torch
 
 from shoal.collectives import Codec
 
-__all__ = ["Payload", "View"]
-
 
 class Payload(NamedTuple):
     """What brings a view from one version to the next.

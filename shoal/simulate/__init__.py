@@ -10,7 +10,6 @@ Imports no torch.
 """
 
 from shoal.simulate.bubble import mark_bubbles
-from shoal.simulate.engine import BUBBLE
 from shoal.simulate.failures import (
     LOSSES,
     Courses,
@@ -24,6 +23,7 @@ from shoal.simulate.measured import measured_timeline, recorded_cluster
 from shoal.simulate.picture import picture
 from shoal.simulate.played import played_parts, played_passes, played_seconds
 from shoal.simulate.prediction import Prediction, kinds_compared
+from shoal.simulate.rank import BUBBLE
 from shoal.simulate.simulation import Simulation, simulate
 from shoal.simulate.stage_times import StageTimes, stage_times
 from shoal.simulate.traffic import Communication, Traffic, traffic_of

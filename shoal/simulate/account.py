@@ -27,8 +27,6 @@ from shoal.simulate.passage import Passage
 from shoal.timeline import Breakdown, CollectiveFigures, Kind, Parts, Purpose, RankBreakdown, Span
 from shoal.timeline.parts import mean, mean_by_operation
 
-__all__ = ["Account", "account_of"]
-
 
 @dataclass(slots=True)
 class _Figures:

@@ -16,8 +16,6 @@ from shoal.errors import PlanError
 from shoal.plan.schedules import Action, Schedule, Times, Work, play, require_sound
 from shoal.timeline import Kind, Lane, Span, Timeline
 
-__all__ = ["Row", "bubble_spans", "mark_bubbles"]
-
 Row = Sequence[tuple[Action, float, float]]
 """A rank's actions in a step, in order, each with start and stop."""
 

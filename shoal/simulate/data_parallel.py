@@ -23,13 +23,11 @@ from shoal.cost.time import (
     parameters_on_rank,
 )
 from shoal.plan import SettledPlan
-from shoal.plan.groups import Group
+from shoal.plan.group import Group
 from shoal.simulate.passage import Collective, Exposed, Piece, Start, Wait
 from shoal.simulate.within import Members
 from shoal.timeline import Purpose
 from shoal.workload import Block, Parameters, Product
-
-__all__ = ["DataParallel"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,9 +26,7 @@ from typing import NamedTuple
 from shoal.plan.schedules import UNKNOWN, CommonOrder, Message, play_in_order
 from shoal.simulate.journal import Journal
 from shoal.simulate.passage import Passage
-from shoal.simulate.rank import BUBBLE, Link, Notes, Rank, RankProgram
-
-__all__ = ["BUBBLE", "Actions", "Link", "Play", "RankProgram", "play_steps"]
+from shoal.simulate.rank import Link, Notes, Rank, RankProgram
 
 Actions = list[list[tuple[float, float]]]
 """By place, the start and stop of each action of a step."""

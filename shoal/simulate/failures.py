@@ -27,8 +27,6 @@ from typing import Literal, final
 from shoal.cost.outlook import best_interval
 from shoal.errors import ConfigError
 
-__all__ = ["LOSSES", "Courses", "FailureCourse", "FailureModel", "Tail", "failure_course", "failure_courses"]
-
 Tail = Literal["fixed", "exponential", "heavy"]
 """How a random time is distributed about its mean."""
 

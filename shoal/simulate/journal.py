@@ -8,8 +8,6 @@ from typing import NamedTuple
 from shoal.simulate.passage import Collective, Exposed, Passage
 from shoal.timeline import Kind, Lane, Purpose, Span
 
-__all__ = ["Communicated", "Journal", "Passed", "Waited", "Worked"]
-
 
 class Passed(NamedTuple):
     """A forward or backward during which no communication travelled beside compute.

@@ -7,8 +7,6 @@ from shoal.run import Run
 from shoal.simulate.bubble import mark_bubbles
 from shoal.timeline import Timeline
 
-__all__ = ["measured_timeline", "recorded_cluster"]
-
 
 def measured_timeline(run: Run) -> Timeline:
     """Return the Timeline of the steps under the run's present Plan, with bubbles marked.

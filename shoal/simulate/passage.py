@@ -13,8 +13,6 @@ from dataclasses import dataclass
 
 from shoal.timeline import Purpose
 
-__all__ = ["Collective", "Exposed", "Passage", "Piece", "Start", "Wait"]
-
 
 @dataclass(frozen=True, slots=True)
 class Collective:

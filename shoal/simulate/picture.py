@@ -8,8 +8,6 @@ from shoal.plan.schedules.draw import Panel, draw_panels
 from shoal.simulate.simulation import Simulation
 from shoal.units import format_seconds
 
-__all__ = ["picture"]
-
 
 def picture(simulation: Simulation, title: str) -> str:
     """Return the first step as SVG, with the bubble that the breakdown has.

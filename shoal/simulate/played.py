@@ -28,8 +28,6 @@ from shoal.simulate.simulation import simulate
 from shoal.simulate.stage_program import StageProgram
 from shoal.workload import Parameters
 
-__all__ = ["played_parts", "played_passes", "played_seconds"]
-
 _EQUAL = 1e-9  # of a step: rounding in sums of a step's times
 _ROUNDS = (6, 12, 24)  # of as many micro-batches as ranks
 

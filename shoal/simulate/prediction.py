@@ -19,8 +19,6 @@ from shoal.timeline import Kind, Purpose, Timeline
 from shoal.timeline.kinds import seconds_by_kind
 from shoal.workload import Workload, shape, with_adapters
 
-__all__ = ["Prediction", "kinds_compared"]
-
 _RENAMED = {"vocab_size": "vocab", "tie_embeddings": "tied"}
 _NOT_OF_THE_SHAPE = ("norm_eps", "rope_base")
 

@@ -9,24 +9,15 @@ from shoal.cost import Costs, Layout
 from shoal.cost.collectives import collective_seconds, message_bytes
 from shoal.cost.time import parameters_on_rank
 from shoal.plan import SettledPlan
-from shoal.plan.groups import Group, Groups
+from shoal.plan.group import Group
+from shoal.plan.groups import Groups
 from shoal.plan.schedules import FOUND, CommonOrder, Schedule, Times, Work, common_order_of, made_order
-from shoal.simulate.engine import Link, RankProgram
 from shoal.simulate.passage import Collective
+from shoal.simulate.rank import Link, RankProgram
 from shoal.simulate.stage_program import StageProgram
 from shoal.simulate.within import Members
 from shoal.timeline import Purpose
 from shoal.workload import Parameters
-
-__all__ = [
-    "finish_of",
-    "links_of",
-    "norm_of",
-    "order_of",
-    "rank_programs",
-    "stage_programs",
-    "undisturbed_times",
-]
 
 
 def stage_programs(

@@ -13,8 +13,6 @@ from shoal.simulate.passage import Collective, Exposed, Passage, Piece, Start
 from shoal.simulate.stage_program import StageProgram
 from shoal.timeline import Kind, Purpose
 
-__all__ = ["BUBBLE", "Link", "Notes", "Rank", "RankProgram"]
-
 BUBBLE = "bubble"
 """What a rank waits for while another one along the pipeline has not sent yet, or is not done yet."""
 

@@ -17,7 +17,7 @@ from shoal.plan import Groups, Plan, SettledPlan
 from shoal.plan.schedules import CommonOrder, Played, Times
 from shoal.simulate.account import Account, account_of
 from shoal.simulate.bubble import bubble_spans
-from shoal.simulate.engine import Link, Play, RankProgram, play_steps
+from shoal.simulate.engine import Play, play_steps
 from shoal.simulate.journal import Journal
 from shoal.simulate.programs import (
     links_of,
@@ -26,10 +26,9 @@ from shoal.simulate.programs import (
     stage_programs,
     undisturbed_times,
 )
+from shoal.simulate.rank import Link, RankProgram
 from shoal.timeline import Breakdown, Span, Timeline
 from shoal.workload import Workload
-
-__all__ = ["Simulation", "simulate"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,8 +24,6 @@ from shoal.simulate.passage import Passage, Piece
 from shoal.simulate.within import Members, Within
 from shoal.workload import Block
 
-__all__ = ["StageProgram"]
-
 
 class StageProgram:
     """Make the passage of any action of a stage.

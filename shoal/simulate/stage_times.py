@@ -15,8 +15,6 @@ from shoal.plan.schedules import Action, Work
 from shoal.timeline import Kind, Timeline
 from shoal.timeline.windows import StepWindows
 
-__all__ = ["StageTimes", "stage_times"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:

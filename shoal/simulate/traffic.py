@@ -15,15 +15,13 @@ from shoal.cluster import Cluster
 from shoal.cost import Alike, Costs, Layout
 from shoal.cost.collectives import algorithm_seconds, joining_level, message_bytes
 from shoal.plan import Boundary, Groups, SettledPlan
-from shoal.plan.groups import Group
+from shoal.plan.group import Group
 from shoal.plan.schedules import Work
 from shoal.simulate.passage import Collective, Exposed, Piece, Start
 from shoal.simulate.programs import norm_of, stage_programs
 from shoal.simulate.stage_program import StageProgram
 from shoal.timeline import Purpose
 from shoal.workload import Workload
-
-__all__ = ["Communication", "Traffic", "traffic_of"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,6 @@ from shoal.plan import SettledPlan
 from shoal.simulate.simulation import Simulation, simulate
 from shoal.simulate.workers import Course, Meeting, course_of
 
-__all__ = ["Uneven", "meeting_of", "uneven_course"]
-
 _EXCHANGES = 200
 """Exchanges of each worker that are simulated: enough for rates that no longer depend on the first ones."""
 

@@ -13,13 +13,11 @@ from dataclasses import dataclass, replace
 
 from shoal.cost import Costs, Layout
 from shoal.cost.time import BlockCost, Join, Joined
-from shoal.plan.groups import Group
+from shoal.plan.group import Group
 from shoal.plan.schedules import Work
 from shoal.simulate.passage import Collective, Exposed, Piece
 from shoal.timeline import Purpose
 from shoal.workload import Block, Part
-
-__all__ = ["Members", "Within"]
 
 Members = Callable[[Group], tuple[int, ...]]
 """A function from a group to the global ranks of its instance that the played rank belongs to."""

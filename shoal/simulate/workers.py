@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import final
 
-__all__ = ["Course", "Meeting", "course_of"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meeting:

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from shoal.errors import ConfigError
 
-__all__ = ["Container"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Container:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["EXIT_STOPPED", "EXIT_WRONG_INPUT"]
-
 EXIT_STOPPED = 75
 """Exit code of a run that a signal stopped and that saved its state to be resumed; BSD's EX_TEMPFAIL."""
 

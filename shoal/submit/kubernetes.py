@@ -22,8 +22,6 @@ from shoal.errors import ConfigError
 from shoal.submit.exit_codes import EXIT_STOPPED, EXIT_WRONG_INPUT
 from shoal.submit.yaml_text import yaml_text
 
-__all__ = ["FORMS", "KubernetesJob"]
-
 Form = Literal["jobset", "job", "trainjob"]
 FORMS: tuple[Form, ...] = get_args(Form)
 """Kinds of manifests."""

@@ -23,8 +23,6 @@ from dataclasses import dataclass, field
 from shoal.errors import ConfigError, ShoalError, UserError
 from shoal.submit.exit_codes import EXIT_STOPPED, EXIT_WRONG_INPUT
 
-__all__ = ["SlurmJob", "submit"]
-
 _NAME = re.compile(r"[a-z][a-z-]*")
 _OWN = ("job-name", "nodes", "ntasks-per-node", "signal", "requeue", "open-mode", "output", "chdir", "time")
 _WAIT = 60  # seconds that srun waits for the other ranks once one has ended

@@ -7,8 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["yaml_text"]
-
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9._/:-]*")
 _WORDS = frozenset(("true", "false", "yes", "no", "on", "off", "null", "y", "n"))
 

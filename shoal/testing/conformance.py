@@ -21,8 +21,6 @@ from shoal.plan import Plan
 from shoal.testing.ranks import RankPool
 from shoal.testing.zoo.vectors import BATCH
 
-__all__ = ["PRECISIONS", "SHARDINGS", "Case", "all_cases", "expected", "outcomes", "sampled_cases", "table"]
-
 SHARDINGS: Mapping[str, Plan] = {
     "none": Plan(dp=2, microbatch=BATCH // 4),
     "zero1": Plan(dp=2, shard="zero1", microbatch=BATCH // 4),

@@ -25,8 +25,6 @@ from shoal.replay import Arrive, Await, Collective, Event, Graph, Work, play
 from shoal.timeline import Kind, Lane, Purpose, Span, Timeline
 from shoal.timeline.windows import StepWindows
 
-__all__ = ["Delay", "Jitter", "Layout", "delayed_timeline"]
-
 _SECONDS = {
     Cause.LOADER: 0.002,
     Cause.COPY: 0.001,

@@ -21,8 +21,6 @@ from types import TracebackType
 
 from shoal.errors import ConfigError
 
-__all__ = ["Hosts", "Traffic", "enter_host", "why_no_hosts"]
-
 _TOOLS = ("ip", "tc", "nsenter", "unshare")  # from iproute2 and util-linux
 _CLONE_NEWNET = 0x40000000
 _FRAME_HEADERS = 14 + 20 + 32  # bytes: Ethernet, IPv4, TCP with its time stamps

@@ -12,8 +12,6 @@ from typing import final
 
 from shoal.launch.nursery import ForkedRank, Nursery, connected
 
-__all__ = ["Programs"]
-
 _SERVER = """
 import socket, sys
 import shoal.check, shoal.cli.main, shoal.train

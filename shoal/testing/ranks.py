@@ -26,8 +26,6 @@ from shoal.errors import WorkerError
 from shoal.launch import has_accelerators
 from shoal.run.writer import close_all
 
-__all__ = ["RankPool", "run_ranks"]
-
 Result = TypeVar("Result")
 
 _PRELOADED = ["shoal.collectives", "shoal.parallel", "transformers.models.llama.modeling_llama"]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-__all__ = ["write_words"]
-
 _WORDS = ["shoal", "fish", "ring", "of", "the", "a", "turns", "as", "one", "with", "no", "leader"]
 _LENGTH = 160
 

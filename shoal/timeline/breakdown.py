@@ -14,8 +14,6 @@ from shoal.timeline.step import explain_step
 from shoal.timeline.timeline import Timeline
 from shoal.timeline.windows import StepWindows
 
-__all__ = ["Breakdown", "RankBreakdown", "explain"]
-
 _WARM_UP_STEPS = 2
 _FEWEST_STEPS_AFTER_WARM_UP = 3
 

@@ -28,8 +28,6 @@ from statistics import median
 from shoal.limits import json_of
 from shoal.lines import bounded_lines
 
-__all__ = ["ClockFit", "OneClock", "Origin", "Tie", "fit", "read_ties", "tie_line"]
-
 _AROUND_NS = 30_000_000_000
 """Measurements so far from a time count for its offset."""
 _FEWEST = 4

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-__all__ = ["Interval", "Intervals", "intersect", "length", "subtract", "union"]
-
 Interval = tuple[float, float]
 Intervals = list[Interval]
 

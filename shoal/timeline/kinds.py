@@ -13,8 +13,6 @@ from shoal.timeline.span import Kind, Lane, Purpose, Span
 from shoal.timeline.timeline import Timeline
 from shoal.timeline.windows import StepWindows
 
-__all__ = ["PARTS", "kinds_of_step", "seconds_by_kind"]
-
 PARTS = ("exposed_communication", "bubble", "straggler_wait", "data_wait", "file_wait", "launch", "other")
 """Names of `Parts` that are kinds too."""
 

@@ -24,17 +24,6 @@ from types import MappingProxyType
 from shoal.timeline.intervals import Interval, Intervals, intersect, length, subtract, union
 from shoal.timeline.span import Kind, Lane, Span
 
-__all__ = [
-    "NO_OWN_SECONDS",
-    "WORK",
-    "Work",
-    "blocked_in",
-    "launch_in_gaps",
-    "launch_in_work",
-    "own_seconds",
-    "stopped_in",
-]
-
 WORK = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER)
 """The kinds of spans that compute."""
 

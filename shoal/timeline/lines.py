@@ -26,8 +26,6 @@ from typing import Any
 
 from shoal.timeline.span import Kind, Lane, Span
 
-__all__ = ["FORMAT", "header_line", "parse_span", "span_line"]
-
 FORMAT = 1
 """The version that a header carries as "timeline"."""
 

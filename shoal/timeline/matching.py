@@ -19,8 +19,6 @@ from shoal.timeline.span import Kind, Lane, Span
 from shoal.timeline.timeline import Timeline
 from shoal.timeline.windows import StepWindows
 
-__all__ = ["Arrival", "Meeting", "match_collectives", "meetings", "moments_of_lateness"]
-
 
 @dataclass(frozen=True, slots=True)
 class Arrival:

@@ -20,8 +20,6 @@ from shoal.timeline.span import Kind, Lane, Span
 from shoal.timeline.timeline import Timeline
 from shoal.timeline.windows import StepWindows
 
-__all__ = ["NamedCollective", "named_collectives", "one_after_another"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedCollective:

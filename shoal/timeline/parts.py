@@ -7,8 +7,6 @@ from dataclasses import dataclass, fields
 from statistics import fmean
 from typing import Any, TypeVar
 
-__all__ = ["CollectiveFigures", "Parts", "mean", "mean_by_operation"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:

@@ -14,8 +14,6 @@ from shoal.timeline.span import Span
 from shoal.timeline.timeline import Timeline
 from shoal.timeline.windows import StepWindows
 
-__all__ = ["collective_series", "kind_series", "step_starts"]
-
 Series = dict[str, dict[int, float]]
 """Seconds by name and by index of a step."""
 

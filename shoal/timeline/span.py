@@ -10,8 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["Kind", "Lane", "Purpose", "Span"]
-
 
 class Lane(StrEnum):
     """The lane of a span: a rank has all of them, and they run at the same time."""

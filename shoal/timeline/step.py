@@ -35,8 +35,6 @@ from shoal.timeline.matching import Arrival, moments_of_lateness
 from shoal.timeline.parts import CollectiveFigures, Parts
 from shoal.timeline.span import Kind, Lane, Span
 
-__all__ = ["explain_step"]
-
 
 def explain_step(
     window: Interval,

@@ -18,8 +18,6 @@ from shoal.timeline.clocks import OneClock, Origin, read_ties
 from shoal.timeline.lines import FORMAT, header_line, parse_span, span_line
 from shoal.timeline.span import Kind, Span
 
-__all__ = ["Timeline"]
-
 
 class Timeline:
     """Spans, sorted by start.

@@ -17,8 +17,6 @@ from typing import Any
 from shoal.timeline.span import Kind, Lane, Span
 from shoal.timeline.timeline import Timeline
 
-__all__ = ["chrome_trace", "write_chrome_trace"]
-
 _ROUNDING = 1e-9
 """Seconds by which bounds that are the same may differ: files round times to the nanosecond."""
 

@@ -10,8 +10,6 @@ from shoal.timeline.intervals import Interval
 from shoal.timeline.span import Span
 from shoal.timeline.timeline import Timeline
 
-__all__ = ["StepWindows"]
-
 Item = TypeVar("Item")
 
 

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from shoal.workload import Attention, Part, Product
 
-__all__ = ["Made", "Moved", "Piece", "address"]
-
 
 @dataclass(slots=True)
 class Made:

@@ -44,8 +44,6 @@ from shoal.trace.operators import (
 )
 from shoal.workload import Attention, Part, Product
 
-__all__ = ["Recorder", "is_adapter"]
-
 _FIRST, _SECOND = "lora_A", "lora_B"  # an adapter's matrices
 _NO_NUMBER = 2**63  # nodes that add to the gradient of a parameter have none
 _STRONGER = (Part.STREAM, Part.COLUMNS, Part.WHOLE)

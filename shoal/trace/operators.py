@@ -8,19 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = [
-    "ATTENTIONS",
-    "COPIES",
-    "EXPENSIVE",
-    "FREE",
-    "LOOKUPS",
-    "PRODUCTS",
-    "Sizes",
-    "argument",
-    "bias_of",
-    "product_of",
-]
-
 _aten = torch.ops.aten
 
 PRODUCTS: frozenset[Any] = frozenset(

@@ -12,8 +12,6 @@ from shoal.trace.observed import Made, Moved, Piece, address
 from shoal.trace.operator_trace import Recorder, is_adapter
 from shoal.workload import Block, Keep, Operation, Parameters, Part, Pass, Product, Saved, Workload
 
-__all__ = ["summarise"]
-
 
 def summarise(
     recorder: Recorder, name: str, parameters: Mapping[str, Tensor], samples: int, dtype: torch.dtype

@@ -28,8 +28,6 @@ from shoal.trace.operator_trace import Recorder
 from shoal.trace.summary import summarise
 from shoal.workload import Workload
 
-__all__ = ["trace"]
-
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 

@@ -9,7 +9,6 @@ from shoal.train.classes import with_classes
 from shoal.train.config import (
     CheckpointConfig,
     OptimizerConfig,
-    RecordConfig,
     TrainConfig,
     ValidationConfig,
     load_config,
@@ -35,6 +34,7 @@ from shoal.train.located import located
 from shoal.train.micro_batch import TrainingData
 from shoal.train.optimizer import Optimization
 from shoal.train.portable import BackgroundSaves, load, save
+from shoal.train.record_config import RecordConfig
 from shoal.train.restore import load_model
 from shoal.train.result import Callbacks, StepResult
 from shoal.train.trainer import Runtime, Trainer

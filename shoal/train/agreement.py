@@ -12,8 +12,6 @@ from shoal.checkpoint import Coordinator
 from shoal.launch import StopSignal
 from shoal.parallel import Axis
 
-__all__ = ["StopTogether", "are_all_asked"]
-
 _BETWEEN = 1.0  # seconds between two questions
 _REACHES = 1.0  # seconds in which a signal to all processes of a run reaches each of them
 _LOOK = 0.02  # seconds between two looks

@@ -8,8 +8,6 @@ from shoal.errors import ConfigError, LayoutError
 from shoal.parallel import Parallel, require_trainable
 from shoal.train.config import OptimizerConfig
 
-__all__ = ["require_arguments", "require_laid_out"]
-
 
 def require_arguments(model: Any, steps: Any, loss: Any, optimizer: Any) -> None:
     """Check arguments of the Trainer.

@@ -29,17 +29,6 @@ from shoal.train.located import build_model, shape_of
 from shoal.train.optimizer import needs_whole_parameters
 from shoal.workload import Workload, transformer_shape, with_adapters
 
-__all__ = [
-    "AUTOMATIC",
-    "PassedOver",
-    "Resolved",
-    "choose_plan",
-    "machines_and_work",
-    "settled_stages",
-    "this_host",
-    "workload_of_config",
-]
-
 AUTOMATIC = "auto"
 """The word in a configuration that stands for the planner's choice of a Plan."""
 

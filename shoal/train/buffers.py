@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from shoal.parallel import Axis
 from shoal.parallel.plain_state import attributes, is_changed, put_back
 
-__all__ = ["ChangingBuffers"]
-
 _Place = tuple[nn.Module, str]
 
 

@@ -24,8 +24,6 @@ from shoal.record import Recorder
 from shoal.timeline import Kind
 from shoal.units import format_bytes
 
-__all__ = ["Begun", "Checkpointer", "Source", "Told", "has_room_for"]
-
 Told = Callable[[Ended], object] | None
 """A function that is called with the end of a save, if there is one."""
 

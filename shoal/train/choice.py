@@ -11,8 +11,6 @@ from shoal.plan import Exchange, Plan
 from shoal.planner import DENSE, Conditions, Expected, Tried, candidates, exchange_of, expected
 from shoal.train.measured_exchange import Link
 
-__all__ = ["AFTER", "REVIEW", "Choices"]
-
 AFTER = 4
 """Dense steps that end both sides of a trial; held-out values are taken after each."""
 

@@ -11,8 +11,6 @@ from shoal.errors import RunError, ShoalError
 from shoal.run import Run, shown
 from shoal.run.writer import Claiming, Writer
 
-__all__ = ["claim_together"]
-
 _SEEN = 10.0  # seconds in which a file of one host is seen on another
 _PAUSE = 0.1  # seconds between two looks for it
 

@@ -18,8 +18,6 @@ from shoal.models import classifier_of, is_classifier
 from shoal.plan import Plan
 from shoal.train.config import TrainConfig
 
-__all__ = ["for_model", "prepared", "require_classes", "require_data_parallel", "with_classes"]
-
 _HUGGING_FACE = "hf:"
 _NAMES = "id2label"
 

@@ -19,8 +19,6 @@ from shoal.signals import take_signals, withhold_signals
 from shoal.units import format_seconds
 from shoal.workload import transformer_shape
 
-__all__ = ["Compiling", "with_compile"]
-
 
 def with_compile(
     plan: SettledPlan, model: nn.Module, sequence: int | None, device: torch.device

@@ -24,22 +24,6 @@ from shoal.train.key_guess import guess_key
 from shoal.train.record_config import RecordConfig
 from shoal.train.section import Section
 
-__all__ = [
-    "OPTIMIZERS",
-    "SCHEDULES",
-    "CheckpointConfig",
-    "LoraConfig",
-    "OptimizerConfig",
-    "RecordConfig",
-    "TrainConfig",
-    "ValidationConfig",
-    "describe_config",
-    "load_config",
-    "settings_of",
-    "table_of",
-]
-
-
 OPTIMIZERS = ("adamw", "sgd", "adafactor", "lion", "muon")
 """Optimizers with a name of their own."""
 SCHEDULES = ("cosine", "constant-then-decay")

@@ -11,8 +11,6 @@ from shoal.parallel import Parallel
 from shoal.train.inputs import Inputs
 from shoal.train.micro_batch import Reader
 
-__all__ = ["Curvature"]
-
 
 @final
 class Curvature:

@@ -18,8 +18,6 @@ from shoal.train.job import Job
 from shoal.train.run_writer import describe_device, describe_run
 from shoal.units import format_count
 
-__all__ = ["describe", "opening"]
-
 
 def opening(job: Job, described: Mapping[str, Any], plan: Plan) -> str:
     """Return the first lines of a training.

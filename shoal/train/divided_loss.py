@@ -23,8 +23,6 @@ from shoal.parallel.pipeline.outputs import plain_output
 from shoal.train.inputs import Inputs
 from shoal.train.micro_batch import Reader
 
-__all__ = ["require_divided_loss"]
-
 _EQUAL = 1e-4
 """Rounding moves a mean in fp32 by less than this share of it."""
 

@@ -24,8 +24,6 @@ from shoal.train.execution import Regroup
 from shoal.train.job import Job, Resume
 from shoal.train.members_plan import plan_for
 
-__all__ = ["abort", "execute_elastic", "group_failure"]
-
 _PATIENCE = 600.0  # seconds for the launcher to make another generation, for which it may wait for hosts
 _PAUSE = 0.02  # seconds between two looks for the Plan of a generation
 _NO_PLAN = "none"

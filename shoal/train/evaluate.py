@@ -18,8 +18,6 @@ from shoal.train.agreement import StopTogether
 from shoal.train.inputs import Inputs
 from shoal.train.micro_batch import Reader
 
-__all__ = ["Evaluation", "Evaluator"]
-
 Evaluation = Callable[[Any, Any], Any]
 """A function from the model's output and the targets to a mean over the elements that the loss averages."""
 

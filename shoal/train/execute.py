@@ -21,8 +21,6 @@ from shoal.train.job import Job, nothing_left_to_do
 from shoal.train.randomness import compute_deterministically
 from shoal.train.roles import Role, joined_role, serve, take_role
 
-__all__ = ["execute", "execute_as_member"]
-
 _LOST = 20.0  # seconds in which the launcher notes that a rank is lost, if that ended the communication
 _OWN = 0.5  # and if something else went wrong, which is most likely this rank's own
 

@@ -39,8 +39,6 @@ from shoal.train.save_policy import SavePolicy, is_due
 from shoal.train.trainer import Runtime, Trainer
 from shoal.units import parse_steps
 
-__all__ = ["Execution", "Regroup"]
-
 
 class Regroup(Exception):  # noqa: N818, it tells of no error
     """The members of the training change: its state is saved, and another group of ranks goes on from it."""

@@ -38,8 +38,6 @@ from shoal.train.export_adapters import Adapters, require_adapters, write_adapte
 from shoal.train.located import build_model, shape_of
 from shoal.train.restore import config_of, load_newest, load_pieces
 
-__all__ = ["DTYPES", "Exported", "export"]
-
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """The dtypes that weights may be written in."""
 

@@ -19,8 +19,6 @@ from shoal.errors import RunError
 from shoal.models import StoredTensor
 from shoal.train.config import LoraConfig, TrainConfig
 
-__all__ = ["Adapters", "require_adapters", "write_adapters"]
-
 _BASE, _A, _B = ".base_layer.weight", ".lora_A.default.weight", ".lora_B.default.weight"
 
 

@@ -26,8 +26,6 @@ from shoal.train.put_off import give_put_off_values, note_loaded
 from shoal.train.state import pieces_to_load
 from shoal.train.trainer import Trainer
 
-__all__ = ["begin_from", "begin_from_first_values", "require_weights"]
-
 _KINDS = "model", "fixed"  # beginnings of the names of a checkpoint's weights
 
 

@@ -14,8 +14,6 @@ from shoal.parallel.device_memory import available_memory
 from shoal.signals import withheld_from_children
 from shoal.train.config import TrainConfig
 
-__all__ = ["AUTOMATIC_MEMORY", "PROCESS_BYTES", "within_memory"]
-
 AUTOMATIC_MEMORY = "auto"
 """The word in a configuration that stands for what is free."""
 

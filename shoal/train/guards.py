@@ -13,8 +13,6 @@ from shoal.parallel import GuidedUpdates, Parallel
 from shoal.parallel.exchange.stability import contraction, error_bound
 from shoal.plan import Exchange
 
-__all__ = ["Compared", "HeldOutValues", "Stray", "Watch", "compared", "most_left_out", "stray_of"]
-
 _LOSS, _TASK = 0.01, 0.02  # shares by which a trial's loss may be higher, and its tasks lower
 _DEVIATIONS = 2  # standard deviations of the values by which they may be so beside
 _LEAST_WORTH = 0.05

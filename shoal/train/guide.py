@@ -34,8 +34,6 @@ from shoal.train.measured_exchange import Link, OwnGradient, conditions_of, meas
 from shoal.train.snapshot import Snapshot
 from shoal.train.stepping import Made, Stepping
 
-__all__ = ["Guide", "guide_of"]
-
 _WARM = 4  # first dense steps whose seconds tell nothing
 _TIMED = 4  # dense steps that are timed
 _MEASURED = 4  # steps that average gradients after their backward

@@ -14,8 +14,6 @@ from shoal.data import Loader, Samples, all_targets_count, as_samples, fetch, ke
 from shoal.models import logits_of
 from shoal.train.evaluate import Evaluation, Evaluator
 
-__all__ = ["HeldOut", "accuracy", "values_on"]
-
 _COUNT = 64
 """Samples on which a trial compares, if nobody says how many."""
 

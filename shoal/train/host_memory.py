@@ -33,8 +33,6 @@ from shoal.launch import MANIFEST, PEER, TOKEN_FILE, Held, Peer, held_in, is_the
 from shoal.run.writer import Claiming
 from shoal.scratch import scratch_folder
 
-__all__ = ["FOLDER", "HostMemory", "memory_folder"]
-
 FOLDER = "SHOAL_MEMORY_FOLDER"
 """Environment variable: the folder of these checkpoints."""
 

@@ -12,8 +12,6 @@ from shoal.doctor import HostReport, LiveMachine, Verdict, examine_quickly, fact
 from shoal.launch import World
 from shoal.run import Run
 
-__all__ = ["look_at_host"]
-
 
 def look_at_host(run: Run, world: World, *, unit: int, replaces_ranks: bool) -> None:
     """Examine this host once, warn of what is bad, and send reports of hangs to the run.

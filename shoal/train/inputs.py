@@ -10,8 +10,6 @@ from shoal.record import NullRecorder, Recorder
 from shoal.timeline import Kind, Lane
 from shoal.train.micro_batch import MicroBatch
 
-__all__ = ["Inputs"]
-
 
 @final
 class Inputs:

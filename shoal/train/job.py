@@ -30,18 +30,6 @@ from shoal.train.located import shape_of
 from shoal.train.offloading import require_offload
 from shoal.train.optimizer import require_factories
 
-__all__ = [
-    "Job",
-    "Resume",
-    "check",
-    "choose_path",
-    "choose_ranks",
-    "find_resume",
-    "nothing_left_to_do",
-    "resolve",
-    "servers_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Resume:

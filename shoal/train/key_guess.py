@@ -5,8 +5,6 @@ from __future__ import annotations
 import difflib
 from collections.abc import Sequence
 
-__all__ = ["guess_key"]
-
 # Names that other trainers (transformers, torchtitan, Megatron, nanoGPT) use for the same setting.
 _ALSO_KNOWN_AS = {
     "batch": ("batch_size", "global_batch_size", "train_batch_size"),

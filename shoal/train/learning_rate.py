@@ -13,8 +13,6 @@ import torch.distributed as dist
 from shoal.models import find_factory
 from shoal.train.config import OptimizerConfig
 
-__all__ = ["RateCourse", "Schedule", "learning_rate", "scaled_peak"]
-
 Schedule = Callable[[int], float]
 """A function from the number of a step, from 0, to the share of the highest learning rate."""
 

@@ -7,8 +7,6 @@ from typing import Any, final
 
 import torch
 
-__all__ = ["Lion"]
-
 
 @final
 class Lion(torch.optim.Optimizer):

@@ -16,9 +16,6 @@ from shoal.timeline import explain
 from shoal.train.result import StepResult
 from shoal.units import format_count, format_seconds
 
-__all__ = ["LiveLine", "summary"]
-
-
 _BAR = 20  # columns of the bar
 _COLUMNS = 100  # of a terminal whose width is not known
 _PAUSE = 0.1  # seconds for which a live line stays at least: short steps would pay for each

@@ -18,8 +18,6 @@ from shoal.models import add_adapters, build, can_read_in_parts
 from shoal.train.config import TrainConfig
 from shoal.train.put_off import put_off_first_values
 
-__all__ = ["build_model", "first_model", "located", "shape_of"]
-
 _HUGGING_FACE = "hf:"
 
 

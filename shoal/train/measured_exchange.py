@@ -17,8 +17,6 @@ from shoal.parallel.communication import new_buffer
 from shoal.plan import Compression
 from shoal.planner import CodecMeasure, Conditions
 
-__all__ = ["Link", "OwnGradient", "conditions_of", "measure_codecs", "measure_link"]
-
 _SMALL, _LARGE = 1 << 10, 1 << 17  # elements of the all-reduces that are timed, at most
 _ROUNDS = 3
 _MOST_NOISE = 1e3

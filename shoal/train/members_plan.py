@@ -28,8 +28,6 @@ from shoal.train.free_memory import within_memory
 from shoal.train.job import Job
 from shoal.train.located import shape_of
 
-__all__ = ["plan_for"]
-
 # Judged, not measured.
 _GAIN = 0.05  # share of a step by which another layout must be quicker
 _MARGIN = 0.1  # share of a device's memory that another layout must leave free

@@ -49,8 +49,6 @@ from shoal.parallel import Parallel
 from shoal.parallel.documents import DocumentsGuard
 from shoal.parallel.loss_probe import ignores_first_label
 
-__all__ = ["Counted", "Loss", "MicroBatch", "Reader", "TrainingData", "auxiliary_coefficient"]
-
 _MASK = "attention_mask"
 _POSITIONS = "position_ids"
 

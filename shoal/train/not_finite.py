@@ -17,8 +17,6 @@ from shoal.models.nested import tensors_in
 from shoal.parallel import GradientNorm, Parallel, local_part
 from shoal.train.result import StepResult
 
-__all__ = ["Explainer", "Skips", "Unsettled"]
-
 _MOST_NAMED = 8
 
 

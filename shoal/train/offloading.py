@@ -13,8 +13,6 @@ from shoal.train.config import OptimizerConfig, TrainConfig
 from shoal.train.optimizer import require_elementwise
 from shoal.units import format_bytes
 
-__all__ = ["offload_folder", "require_offload"]
-
 _FP32 = 4  # bytes
 _STATES = {"adamw": 2, "lion": 1}
 

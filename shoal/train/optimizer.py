@@ -27,16 +27,6 @@ from shoal.train.config import OPTIMIZERS, OptimizerConfig
 from shoal.train.learning_rate import Schedule, scaled_peak
 from shoal.train.lion import Lion
 
-__all__ = [
-    "Optimization",
-    "OptimizerFactory",
-    "build_optimizer",
-    "groups_by_decay",
-    "needs_whole_parameters",
-    "require_elementwise",
-    "require_factories",
-]
-
 OptimizerFactory = Callable[..., torch.optim.Optimizer]
 """Makes an optimizer; called like the classes of `torch.optim`, with groups of parameters, `lr` and options.
 

@@ -15,8 +15,6 @@ from shoal.train.automatic import machines_and_work
 from shoal.train.config import TrainConfig
 from shoal.units import format_bytes
 
-__all__ = ["does_not_fit", "is_out_of_memory"]
-
 _LESS = 0.8  # share of what was predicted for the Plan that failed, below which another one is proposed
 _OF_CPU = ("can't allocate memory", "not enough memory")  # in messages of torch's allocator
 

@@ -22,8 +22,6 @@ from shoal.train.inputs import Inputs
 from shoal.train.micro_batch import MicroBatch, Reader
 from shoal.train.weight import Weights, nothing_of
 
-__all__ = ["Asked", "Passed", "Passes"]
-
 Asked = bool | Callable[[], bool]
 """Whether a rank is asked to stop, or a function that returns it."""
 

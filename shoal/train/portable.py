@@ -41,8 +41,6 @@ from shoal.train.training_state import (
     training_to_save,
 )
 
-__all__ = ["BackgroundSaves", "load", "save"]
-
 _OWN = "own"
 """Key of the caller's state, in the checkpoint's state."""
 

@@ -20,8 +20,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from shoal.record import Marks
 
-__all__ = ["Profiling"]
-
 _STEPS = 5
 """Steps that a signal asks for."""
 _EVENTS = 1_000_000

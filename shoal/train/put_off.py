@@ -15,8 +15,6 @@ from torch import nn
 
 from shoal.parallel import FirstValues, Frozen, Owned, Parallel
 
-__all__ = ["are_put_off", "give_put_off_values", "note_loaded", "put_off_first_values"]
-
 
 @final
 class _PutOff:

@@ -15,14 +15,6 @@ import torch
 from shoal.data import key_of, seed_generators
 from shoal.errors import ConfigError
 
-__all__ = [
-    "begin_anew",
-    "compute_deterministically",
-    "nondeterministic_operator",
-    "random_state",
-    "set_random_state",
-]
-
 _WORKSPACE, _WORKSPACES = "CUBLAS_WORKSPACE_CONFIG", (":4096:8", ":16:8")
 
 

@@ -10,8 +10,6 @@ from shoal.run import Run
 from shoal.train.config import OptimizerConfig, TrainConfig, load_config
 from shoal.train.learning_rate import learning_rate, scaled_peak
 
-__all__ = ["describe_rate_change", "rate_change_of"]
-
 _COURSE = ("learning_rate", "schedule", "warmup", "decay", "final", "scaling", "reference_batch")
 _JUMP = 1.1  # a larger ratio of two rates is a jump
 

@@ -10,9 +10,6 @@ from shoal.record import Destinations
 from shoal.train.section import Section
 from shoal.units import parse_steps
 
-__all__ = ["RecordConfig"]
-
-
 _Text = Annotated[str, BeforeValidator(lambda given: str(given) if isinstance(given, int) else given)]
 
 

@@ -16,8 +16,6 @@ from shoal.train.config import TrainConfig, load_config
 from shoal.train.located import build_model
 from shoal.train.state import fixed_pieces
 
-__all__ = ["config_of", "load_model", "load_newest", "load_pieces"]
-
 T = TypeVar("T")
 
 

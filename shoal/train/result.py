@@ -12,8 +12,6 @@ import torch
 
 from shoal.run import Decision
 
-__all__ = ["Callbacks", "StepResult", "ToHost"]
-
 
 @final
 class ToHost:

@@ -29,8 +29,6 @@ from shoal.server import Server, Servers
 from shoal.train.job import Job, nothing_left_to_do
 from shoal.values import decode, encode
 
-__all__ = ["Role", "joined_role", "serve", "take_role"]
-
 _ADDRESSES = "servers.json"
 """File of a Run where later workers find the servers; only its owner can read it."""
 

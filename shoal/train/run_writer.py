@@ -44,8 +44,6 @@ from shoal.train.record_config import RecordConfig
 from shoal.train.step_memory import MemoryRecord
 from shoal.train.time_account import TimeAccount
 
-__all__ = ["RunWriter", "WritingRank", "describe_device", "describe_run", "writer_of_trainer"]
-
 
 def describe_device(device: torch.device, plan: Plan) -> dict[str, Any]:
     """Return the description in run.json of the ranks' devices."""

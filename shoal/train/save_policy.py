@@ -50,8 +50,6 @@ from shoal.train.job import Resume
 from shoal.train.trainer import Trainer
 from shoal.units import format_seconds
 
-__all__ = ["SavePolicy", "Uploads", "is_due"]
-
 _FIRST = 10  # steps before the first save on disk with every = "auto", which measures
 _LAST_STEPS, _LAST_SAVES = 50, 5  # steps and saves whose median counts
 _CHANGE = 0.2  # share by which an interval changes before it is told again

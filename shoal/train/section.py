@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-__all__ = ["Section"]
-
 
 class Section(BaseModel):
     """A section: frozen, without unknown keys, with a docstring for each field."""

@@ -18,8 +18,6 @@ from shoal.train.config import OptimizerConfig
 from shoal.train.curvature import Curvature
 from shoal.train.stale_guard import StaleGuard
 
-__all__ = ["plan_of_ranks", "serve_optimizer", "stale_guard_of", "terms_of"]
-
 
 def plan_of_ranks(plan: SettledPlan, batch: int, servers: Servers | None) -> tuple[SettledPlan, int]:
     """Return the Plan that the ranks of this process group run, and the samples of their step.

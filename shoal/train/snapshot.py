@@ -12,8 +12,6 @@ from shoal.parallel import GuidedUpdates, Parallel
 from shoal.parallel.owned import local_part
 from shoal.train.randomness import random_state, set_random_state
 
-__all__ = ["Snapshot"]
-
 
 class _State(NamedTuple):
     """The state of one parameter in one optimizer: the optimizer's own, and its values now."""

@@ -28,8 +28,6 @@ from shoal.run import Decision
 from shoal.train.curvature import Curvature
 from shoal.train.stepping import Made
 
-__all__ = ["StaleGuard"]
-
 _EVERY = 50  # steps of the worker between two measurements
 _IN_A_ROW = 3  # measurements above the bound
 

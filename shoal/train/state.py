@@ -53,23 +53,6 @@ from shoal.parallel.data.strategy import Exchanging
 from shoal.parallel.exchange.outer_state import is_key_of
 from shoal.parallel.exchange.worker_exchange import exchange_of
 
-__all__ = [
-    "ToLoad",
-    "differing_buffers",
-    "digests_of",
-    "empty_like_saved",
-    "fixed_pieces",
-    "kept_by_exchanges",
-    "optimizer_pieces",
-    "optimizer_to_load",
-    "pieces_of_replica",
-    "pieces_to_load",
-    "pieces_to_save",
-    "restore_exchanges",
-    "restore_rotary_state",
-    "rotary_state",
-]
-
 _ELEMENTS, _TENSOR, _NUMBER = "optimizer", "optimizer-tensor", "optimizer-number"
 _EXCHANGE = "exchange/"
 _OF_LOCAL_UPDATES = f"{_EXCHANGE}local/"

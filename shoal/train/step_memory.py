@@ -24,8 +24,6 @@ from shoal.parallel.device_memory import memory_of_steps
 from shoal.record import LiveStorages, MappedFiles, spanned
 from shoal.run import OUTSIDE, MeasuredMemory, UnitMemory, write_memory
 
-__all__ = ["MemoryRecord", "StepMemory"]
-
 
 @final
 class StepMemory:

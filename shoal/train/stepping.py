@@ -22,8 +22,6 @@ from shoal.train.passes import Asked, Passed, Passes
 from shoal.train.randomness import begin_anew
 from shoal.train.update import Update
 
-__all__ = ["Made", "Stepping"]
-
 
 @dataclass(frozen=True, slots=True)
 class Made:

@@ -13,8 +13,6 @@ from typing import Any, final
 
 from shoal.run import Account, Ledger, Run, read_events, write_event
 
-__all__ = ["TimeAccount"]
-
 _SOON = 1.0  # seconds: lines come no sooner than this after each other
 _SHARE = 1e-3  # of the run's age that passes between two lines, so that a long run has few
 

@@ -49,8 +49,6 @@ from shoal.train.stepping import Stepping
 from shoal.train.training_state import TrainingState
 from shoal.train.update import Update
 
-__all__ = ["Runtime", "Trainer"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Runtime:

@@ -34,15 +34,6 @@ from shoal.train.state import (
     rotary_state,
 )
 
-__all__ = [
-    "TrainingState",
-    "load_training",
-    "require_same",
-    "settings_of",
-    "take_settings",
-    "training_to_save",
-]
-
 
 @final
 class TrainingState:

@@ -10,8 +10,6 @@ from shoal.parallel import Parallel
 from shoal.parallel.exchange.worker_exchange import exchange_of
 from shoal.parallel.optimizer.norm import limit_gradients
 
-__all__ = ["Update"]
-
 
 @final
 class Update:

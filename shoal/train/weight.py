@@ -17,8 +17,6 @@ import torch
 from shoal.models.nested import tensors_in
 from shoal.parallel import Axis
 
-__all__ = ["Weights", "nothing_of"]
-
 
 @final
 class Weights:

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, quantiles
 
-__all__ = ["Accuracy", "Comparison", "accuracy_of"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:

@@ -20,8 +20,6 @@ from dataclasses import replace
 from shoal.cluster import Device
 from shoal.validate.cells import Row
 
-__all__ = ["FLASH1", "attention_of", "with_attention", "year_of"]
-
 FLASH1 = 0.66
 """Share of the rate of FlashAttention 2 that attention reached before it."""
 

@@ -18,8 +18,6 @@ from typing import Any, NoReturn, TypeVar
 
 from shoal.errors import DataError, UserError, nearest
 
-__all__ = ["BLANKS", "Refuse", "Row", "Table", "count", "measured", "strictly", "word"]
-
 BLANKS = frozenset(["", "-", "?", "n/a", "na", "nan", "null"])
 """The content of an empty cell, in any case."""
 

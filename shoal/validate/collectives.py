@@ -20,17 +20,6 @@ from shoal.units import format_bytes
 from shoal.validate.accuracy import Comparison
 from shoal.validate.cells import Refuse, Row, Table, count, measured, strictly, word
 
-__all__ = [
-    "COLUMNS",
-    "DEVICE_COLUMNS",
-    "LEAST_BYTES",
-    "SMALL_BYTES",
-    "USUAL_NODE",
-    "MeasuredCollective",
-    "over_all_collectives",
-    "read_collectives",
-]
-
 LEAST_BYTES = 64 * 1024
 """Smaller buffers of platforms are left out: their times measure the host."""
 

@@ -24,8 +24,6 @@ from shoal.planner.bucket import usual_bucket
 from shoal.simulate import played_seconds
 from shoal.validate.steps import Measured
 
-__all__ = ["Filled", "fill_blanks"]
-
 
 class Filled(NamedTuple):
     """The Plan of a row.

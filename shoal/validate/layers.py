@@ -18,8 +18,6 @@ from shoal.cost import Layout
 from shoal.validate.cells import Refuse, Row, Table, measured, strictly, word
 from shoal.workload import ModelShape
 
-__all__ = ["COLUMNS", "MeasuredLayer", "read_layers"]
-
 COLUMNS: Mapping[str, Callable[[str], Any]] = {
     "experiment": word(),
     "forward_ms": measured,

@@ -14,8 +14,6 @@ from shoal.errors import ClusterError
 from shoal.validate.ages import with_attention
 from shoal.validate.steps import Measured
 
-__all__ = ["machine_of", "published_cluster"]
-
 
 def machine_of(row: Measured, measured: Cluster | None = None) -> Cluster:
     """Return the Cluster that a row was measured on.

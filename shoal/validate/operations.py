@@ -24,14 +24,6 @@ from shoal.validate.cells import Refuse, Row, Table, count, measured, strictly, 
 from shoal.validate.spellings import PRECISIONS, spelled
 from shoal.workload import Attention
 
-__all__ = [
-    "ATTENTION_COLUMNS",
-    "FEW_ROWS",
-    "PRODUCT_COLUMNS",
-    "MeasuredOperation",
-    "read_operations",
-]
-
 FEW_ROWS = 512
 """Products of fewer rows are compared apart: they are those of inference."""
 

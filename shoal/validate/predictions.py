@@ -16,7 +16,7 @@ from shoal.cost.memory import every_second_product
 from shoal.cost.time import block_cost
 from shoal.errors import UserError
 from shoal.plan import SettledPlan
-from shoal.plan.groups import Group
+from shoal.plan.group import Group
 from shoal.simulate import played_seconds
 from shoal.units import format_bytes
 from shoal.validate.accuracy import Comparison
@@ -29,17 +29,6 @@ from shoal.validate.operations import MeasuredOperation, read_operations
 from shoal.validate.programs import program_workload
 from shoal.validate.steps import Measured, read_table
 from shoal.workload import Workload, workload_of
-
-__all__ = [
-    "compare_collectives",
-    "compare_layers",
-    "compare_operations",
-    "compare_steps",
-    "is_fitted",
-    "published_workload",
-    "validate",
-]
-
 
 _Row = TypeVar("_Row")
 

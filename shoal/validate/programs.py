@@ -29,8 +29,6 @@ from shoal.workload import (
     workload_of,
 )
 
-__all__ = ["COMPILED", "Program", "as_trained", "kernels_of_cast", "program_of", "program_workload"]
-
 COMPILED: Mapping[str, tuple[str, ...]] = {
     "none": ("no", "off", "false", "0", "eager"),
     "layers": ("compiled blocks", "blocks without loss"),

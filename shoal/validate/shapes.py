@@ -8,8 +8,6 @@ from typing import Any
 from shoal.validate.cells import Row, count, word
 from shoal.workload import ModelShape, shape, shape_names
 
-__all__ = ["EXPERT_COLUMNS", "SHAPE_COLUMNS", "flag", "shape_of"]
-
 _FLAGS = {
     **dict.fromkeys(("0", "0.0", "false", "no", "n", "off"), 0),
     **dict.fromkeys(("1", "1.0", "true", "yes", "y", "on"), 1),

@@ -9,8 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-__all__ = ["ATTENTIONS", "PRECISIONS", "RECOMPUTES", "SHARDING_NAMES", "spelled"]
-
 SHARDING_NAMES: Mapping[str, tuple[str, ...]] = {
     "none": ("no", "off", "false", "0", "stage 0", "zero 0", "ddp", "dp", "replicated", "no_shard"),
     "zero1": ("1", "stage 1", "distributed optimizer", "dist opt", "sharded optimizer"),

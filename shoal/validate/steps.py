@@ -19,8 +19,6 @@ from shoal.validate.shapes import EXPERT_COLUMNS, SHAPE_COLUMNS, flag, shape_of
 from shoal.validate.spellings import ATTENTIONS, PRECISIONS, RECOMPUTES, SHARDING_NAMES, spelled
 from shoal.workload import ModelShape
 
-__all__ = ["COLUMNS", "Measured", "read_table"]
-
 
 def _degree(cell: str) -> int:
     """Read a count of ways to divide; 0 and none mean that there is no division."""

@@ -24,8 +24,6 @@ from shoal.web.html import page_html
 from shoal.web.pages import PAGES, Page
 from shoal.web.query import Query
 
-__all__ = ["STATIC", "make_app"]
-
 STATIC: Traversable = files("shoal.web").joinpath("static")
 """Folder of the scripts and the style."""
 

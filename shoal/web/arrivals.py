@@ -9,8 +9,6 @@ from shoal.timeline import Timeline
 from shoal.timeline.matching import Arrival, match_collectives
 from shoal.timeline.windows import StepWindows
 
-__all__ = ["Collective", "collectives_by_step", "lateness"]
-
 Collective = dict[int, Arrival]
 """One collective: by rank, its span and the time at which all had come."""
 

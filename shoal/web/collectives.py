@@ -13,8 +13,6 @@ from shoal.cost import Algorithm, find_algorithm
 from shoal.cost.collectives import MOVED, Played, motion
 from shoal.web.query import Query
 
-__all__ = ["collectives", "terms_of"]
-
 _MOST_HOSTS = 8
 _MOST_RANKS_PER_HOST = 4
 

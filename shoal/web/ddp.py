@@ -11,8 +11,6 @@ from shoal.timeline.launch import WORK, blocked_in
 from shoal.web.arrivals import Collective, collectives_by_step
 from shoal.web.query import Query
 
-__all__ = ["ddp"]
-
 _MOST_RANKS = 16
 _MOST_BUCKETS = 100
 _SLACK = 1e-3  # seconds after the end of a collective in which the wait for it ends

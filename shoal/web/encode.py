@@ -7,8 +7,6 @@ from typing import Any
 
 from shoal.units import finite
 
-__all__ = ["encode"]
-
 
 def encode(data: Any) -> str:
     """Return data as JSON that a browser reads, also inside of a script element of an HTML page."""

@@ -15,8 +15,6 @@ from shoal.web.html import POLICY, page_html
 from shoal.web.pages import PAGES, Page
 from shoal.web.query import Query
 
-__all__ = ["export"]
-
 _MOST_STEPS = 5  # of a run whose timeline is exported
 _HEAD = """<meta http-equiv="content-security-policy" content="{policy}">
 <link rel="icon" href="static/fish.svg" type="image/svg+xml">

@@ -11,8 +11,6 @@ from shoal.diagnosis.run_follower import RunFollower
 from shoal.errors import RunError, nearest
 from shoal.run import Run
 
-__all__ = ["Folder"]
-
 _KEPT = 8
 """Runs whose columns stay in memory."""
 _MOST_LISTED = 500

@@ -19,8 +19,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from shoal.web.html import POLICY, message_page
 
-__all__ = ["Guard"]
-
 _HEADERS = {
     "content-security-policy": POLICY + "; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",

@@ -7,8 +7,6 @@ from html import escape
 
 from shoal.web.pages import PAGES, Page
 
-__all__ = ["POLICY", "message_page", "page_html"]
-
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"

@@ -14,8 +14,6 @@ from shoal.web.arrivals import collectives_by_step, lateness
 from shoal.web.query import Query
 from shoal.web.thin import MOST_POINTS, thinned
 
-__all__ = ["MEASURES", "live"]
-
 _SERIES = ("loss", "validation_loss", "tokens_per_second")
 MEASURES = (
     "late",

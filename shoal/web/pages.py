@@ -15,8 +15,6 @@ from shoal.web.saves import saves
 from shoal.web.schedules import schedules
 from shoal.web.timeline import timeline
 
-__all__ = ["PAGES", "Page"]
-
 Values = Mapping[str, str]
 
 

@@ -12,8 +12,6 @@ from shoal.planner import Candidate, choose, scale
 from shoal.web.query import Query
 from shoal.workload import shape, shape_names
 
-__all__ = ["plans", "wall"]
-
 _MOST_DEVICES = 4096
 _MOST_BATCH = 1 << 16
 _MOST_SEQUENCE = 1 << 17

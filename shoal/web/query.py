@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 
 from shoal.errors import ConfigError
 
-__all__ = ["Query"]
-
 
 @dataclass(frozen=True)
 class Query:

@@ -18,8 +18,6 @@ from shoal.errors import ShoalError
 from shoal.limits import open_regular
 from shoal.web.query import Query
 
-__all__ = ["saves"]
-
 _NAME = re.compile(r"step-([0-9]{1,15})(?:\.[0-9]+)?(\.tmp|\.deleted)?")
 _CHECKPOINT = re.compile(rb'\n(\{"kind":"checkpoint"[^\n]{0,2000})\n')
 _TROUBLE = re.compile(r"error|traceback|exception|killed|failed|lost|refused|not finite|out of memory", re.I)

@@ -8,8 +8,6 @@ from shoal.errors import PlanError
 from shoal.plan.schedules import FOUND, NAMES, Played, Times, kind_of, make, play, search
 from shoal.web.query import Query
 
-__all__ = ["schedules"]
-
 _MOST_RANKS = 16
 _MOST_MICROBATCHES = 64
 _MOST_ACTIONS = 2000

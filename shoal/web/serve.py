@@ -18,8 +18,6 @@ from shoal.web.folder import Folder
 if TYPE_CHECKING:
     import uvicorn
 
-__all__ = ["is_loopback", "serve"]
-
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _LONGEST_GOODBYE = 1  # seconds; streams of pages never end by themselves
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["MOST_POINTS", "thinned"]
-
 MOST_POINTS = 2000
 """Most points that one answer has of all its series together."""
 

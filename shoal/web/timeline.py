@@ -12,8 +12,6 @@ from shoal.timeline import Kind, Lane, Span, Timeline
 from shoal.web.query import Query
 from shoal.web.thin import MOST_POINTS
 
-__all__ = ["shown_spans", "timeline"]
-
 _LANES = (Lane.COMPUTE, Lane.COMMUNICATION, Lane.COPY, Lane.HOST)
 _HIDDEN = (Kind.STEP, Kind.HELD_STEP)
 _MOST_STEPS = 20

@@ -23,8 +23,6 @@ from typing import NamedTuple
 from shoal.workload.operation import Keep, Operation, Part, Pass, Product, Saved
 from shoal.workload.workload import Block, Parameters, Workload
 
-__all__ = ["with_adapters"]
-
 _LAYERS = {
     "query, key, value": ("query", "key", "value"),
     "attention output": ("output",),

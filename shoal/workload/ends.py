@@ -12,8 +12,6 @@ from shoal.workload.operation import Keep, Operation, Part, Pass, Product, Saved
 from shoal.workload.passes import loss_pass, norm_pass
 from shoal.workload.workload import Block, Parameters
 
-__all__ = ["embedding_of", "end_of"]
-
 _FP32 = 4
 _OF_ANGLES = 12  # operators that make the angles: positions, powers, their product, cosine, sine, joins
 _SENTENCES = 2  # kinds of tokens, and answers to whether two sentences follow

@@ -29,8 +29,6 @@ from collections.abc import Iterator
 from shoal.workload.model_shape import ModelShape
 from shoal.workload.operation import Keep, Part, Saved
 
-__all__ = ["kept_by_layer", "kept_by_norm"]
-
 _FP32 = 4
 _INT64 = 8
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass, replace
 
 from shoal.errors import ModelError, nearest
 
-__all__ = ["Latent", "ModelShape"]
-
 _OBJECTIVES = ("next-token", "masked", "classes")
 
 

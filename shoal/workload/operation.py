@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-__all__ = ["Attention", "Keep", "Operation", "Part", "Pass", "Product", "Saved"]
-
 
 class Part(Enum):
     """How tensor parallelism divides a tensor or operation over its ranks."""

@@ -15,17 +15,6 @@ from dataclasses import replace
 from shoal.workload.model_shape import ModelShape
 from shoal.workload.operation import Part, Pass
 
-__all__ = [
-    "activation_pass",
-    "compiled_loss",
-    "dispatch_passes",
-    "joined_gradients",
-    "loss_pass",
-    "norm_pass",
-    "rotary_pass",
-    "sum_pass",
-]
-
 
 def norm_pass(shape: ModelShape, elements: float, part: Part = Part.STREAM) -> Pass:
     """Return the pass of a norm over the last dim; LayerNorm is one kernel everywhere."""

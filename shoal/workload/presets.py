@@ -11,8 +11,6 @@ from typing import Any
 from shoal.errors import ModelError, nearest
 from shoal.workload.model_shape import Latent, ModelShape
 
-__all__ = ["shape", "shape_names", "transformer_shape"]
-
 
 def shape(name: str) -> ModelShape:
     """Return the shape of a known model, by its name.

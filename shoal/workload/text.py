@@ -15,8 +15,6 @@ from shoal.limits import json_of
 from shoal.workload.operation import Attention, Keep, Operation, Part, Pass, Product, Saved
 from shoal.workload.workload import Block, Parameters, Workload
 
-__all__ = ["from_json", "to_json"]
-
 _FORMAT = 1
 _KINDS: dict[str, type[Operation]] = {"product": Product, "attention": Attention, "pass": Pass}
 _PIECES = ("embedding", "layers", "end")

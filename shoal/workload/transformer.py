@@ -33,8 +33,6 @@ from shoal.workload.passes import (
 )
 from shoal.workload.workload import Block, Parameters, Workload
 
-__all__ = ["compilable_workload_of", "workload_of"]
-
 
 def compilable_workload_of(shape: ModelShape) -> Workload:
     """Return the workload of a transformer whose kernels torch makes, compiled or one by one, on a GPU.

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 
 from shoal.workload.operation import Attention, Operation, Pass, Product, Saved
 
-__all__ = ["Block", "Parameters", "Workload"]
-
 
 @dataclass(frozen=True, slots=True)
 class Parameters:

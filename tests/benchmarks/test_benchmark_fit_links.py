@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shoal.cluster import Cluster
 from shoal.cost.collectives.network import collective_seconds
-from shoal.plan.groups import Group
+from shoal.plan.group import Group
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = [2**power for power in range(16, 35)]

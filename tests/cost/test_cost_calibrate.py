@@ -14,7 +14,7 @@ from shoal.cost.collectives.network import collective_seconds
 from shoal.cost.outlook.calibrate import calibrate
 from shoal.cost.outlook.observation import Observation, Transfer, transfers_of
 from shoal.plan import SettledPlan
-from shoal.plan.groups import Group
+from shoal.plan.group import Group
 from shoal.simulate import played_parts, played_seconds, simulate
 from shoal.timeline import Kind, Lane, Span, Timeline
 from shoal.workload import ModelShape, workload_of

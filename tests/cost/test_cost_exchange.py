@@ -11,7 +11,7 @@ from shoal.cost.collectives.network import collective_seconds
 from shoal.cost.time.buckets import buckets_of, families_of, parameters_on_rank
 from shoal.cost.time.step import Costs
 from shoal.plan import Mesh, SettledPlan, divisors
-from shoal.plan.groups import Group
+from shoal.plan.group import Group
 from shoal.simulate import played_parts, played_seconds, simulate
 from shoal.workload import ModelShape, workload_of
 

@@ -8,7 +8,7 @@ from shoal.cost.layout import Layout
 from shoal.cost.time.compute import pass_seconds
 from shoal.cost.time.step import Costs
 from shoal.plan import SettledPlan
-from shoal.plan.groups import Group
+from shoal.plan.group import Group
 from shoal.simulate import played_seconds
 from shoal.workload import shape, workload_of
 

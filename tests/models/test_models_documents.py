@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from shoal.models import Documents
-from shoal.models.transformer import causal_attention
+from shoal.models.attention import causal_attention
 
 SEQ = 96
 

@@ -8,7 +8,8 @@ from torch import nn
 
 from shoal.errors import ModelError
 from shoal.models import next_token_loss
-from shoal.models.transformer import causal_attention, positions_from_zero
+from shoal.models.attention import causal_attention
+from shoal.models.transformer import positions_from_zero
 from shoal.parallel import parallelize
 from shoal.plan import Plan
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from shoal.errors import ModelError, PlanError
 from shoal.models import next_token_loss
-from shoal.models.transformer import causal_attention
+from shoal.models.attention import causal_attention
 from shoal.parallel import Split, TensorLayout, parallelize
 
 VOCABULARY, WIDTH, HEADS, SEQ = 61, 32, 4, 16

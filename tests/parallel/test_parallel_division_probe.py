@@ -10,7 +10,8 @@ from parallel_stand_ins import ListRecorder
 from torch import nn
 
 from shoal.errors import ModelError, PlanError
-from shoal.models.transformer import causal_attention, positions_from_zero
+from shoal.models.attention import causal_attention
+from shoal.models.transformer import positions_from_zero
 from shoal.parallel import Split, TensorLayout, parallelize
 
 VOCABULARY, WIDTH, SEQ = 61, 32, 16

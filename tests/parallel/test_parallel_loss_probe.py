@@ -9,7 +9,7 @@ from parallel_stand_ins import assembled, owned_parts
 from torch import nn
 
 from shoal.errors import ModelError
-from shoal.models.transformer import causal_attention
+from shoal.models.attention import causal_attention
 from shoal.parallel import TensorLayout, parallelize
 
 VOCABULARY, WIDTH, SEQ = 61, 32, 16

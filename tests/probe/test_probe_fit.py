@@ -6,7 +6,7 @@ import pytest
 
 from shoal.cluster import Cluster, Device, Level
 from shoal.cost.time.maximum import normal_maximum
-from shoal.plan.groups import Group
+from shoal.plan.group import Group
 from shoal.probe.fit import fit
 from shoal.probe.measurements import (
     AttentionTime,

@@ -16,7 +16,7 @@ from shoal.cost.layout import Layout
 from shoal.cost.time.step import Costs
 from shoal.errors import ClusterError, PlanError
 from shoal.plan import Plan, SettledPlan
-from shoal.plan.groups import Group
+from shoal.plan.group import Group
 from shoal.plan.schedules import NAMES, play
 from shoal.simulate import simulate
 from shoal.timeline import Kind, Lane

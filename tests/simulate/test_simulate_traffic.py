@@ -6,7 +6,7 @@ from shoal.cluster import Cluster
 from shoal.cost.collectives.network import algorithm_seconds
 from shoal.cost.time.maximum import lognormal_maximum
 from shoal.plan import SettledPlan
-from shoal.plan.groups import Group
+from shoal.plan.group import Group
 from shoal.simulate import simulate, traffic_of
 from shoal.workload import ModelShape, shape, workload_of
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from shoal.data import Packed
 from shoal.models import Documents, Transformer, TransformerConfig
-from shoal.models.transformer import causal_attention, positions_from_zero
+from shoal.models.attention import causal_attention
+from shoal.models.transformer import positions_from_zero
 
 __all__ = ["IGNORED", "RandomSamples", "build"]
 

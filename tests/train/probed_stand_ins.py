@@ -6,7 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
-from shoal.models.transformer import causal_attention
+from shoal.models.attention import causal_attention
 
 
 class Waiting(nn.Module):

@@ -9,7 +9,8 @@ from torch import nn
 from shoal.cli.main import main
 from shoal.data import Packed, PackedSamples, TokenSamples
 from shoal.models import Documents, Transformer, TransformerConfig, next_token_loss
-from shoal.models.transformer import causal_attention, positions_from_zero
+from shoal.models.attention import causal_attention
+from shoal.models.transformer import positions_from_zero
 from shoal.plan import Plan
 from shoal.run import Run
 from shoal.train import Trainer, TrainingData

@@ -17,7 +17,7 @@ from shoal.cost.memory.memory import Memories
 from shoal.cost.time.compute import attention_seconds, product_seconds
 from shoal.cost.time.step import Costs
 from shoal.errors import ClusterError, UserError
-from shoal.plan.groups import Group
+from shoal.plan.group import Group
 from shoal.planner.bucket import usual_bucket
 from shoal.simulate import played_seconds
 from shoal.validate.accuracy import Comparison, accuracy_of

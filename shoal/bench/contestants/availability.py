@@ -11,8 +11,6 @@ from shoal.bench.contestants.oneccl import find_oneccl
 from shoal.collectives.core import is_built
 from shoal.errors import ConfigError, MissingExtraError
 
-__all__ = ["require_available"]
-
 
 def require_available(name: str) -> None:
     """Check that the contestant can take part.

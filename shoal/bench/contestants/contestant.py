@@ -10,8 +10,6 @@ from torch import Tensor
 
 from shoal.bench.collective import Collective
 
-__all__ = ["Buffers", "Contestant", "Operation", "UnsupportedError"]
-
 Operation = Callable[[], object]
 """Function that does a collective once, on buffers that it holds."""
 

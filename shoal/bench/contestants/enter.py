@@ -17,8 +17,6 @@ from shoal.bench.contestants.torch_group import TorchGroup
 from shoal.collectives.buffers import empty
 from shoal.collectives.options import Options
 
-__all__ = ["enter"]
-
 _TIMEOUT = timedelta(seconds=120)  # for one operation: gigabytes may go over a slow link
 
 

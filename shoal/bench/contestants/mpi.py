@@ -16,8 +16,6 @@ from torch import Tensor
 from shoal.bench.collective import Collective
 from shoal.bench.contestants.contestant import Buffers, Contestant, Operation, UnsupportedError
 
-__all__ = ["MPI"]
-
 _OPERATORS = {"sum": "SUM", "min": "MIN", "max": "MAX", "product": "PROD"}
 
 

@@ -23,8 +23,6 @@ from torch import Tensor
 from shoal.bench.collective import Collective
 from shoal.bench.contestants.contestant import Buffers, Contestant, Operation, UnsupportedError
 
-__all__ = ["OneCCL", "find_oneccl"]
-
 _UNIQUE_ID_BYTES = 4096
 
 # Numbers of the types and operators, as in oneapi/ccl/v2/types.h.

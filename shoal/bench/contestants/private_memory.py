@@ -21,8 +21,6 @@ from torch import Tensor
 from shoal.bench.collective import Collective
 from shoal.bench.contestants.contestant import Buffers, Contestant, Operation
 
-__all__ = ["PrivateMemory"]
-
 _BLOCK_BYTES = 128 << 10
 
 _COMBINE: dict[str, Callable[..., Tensor]] = {

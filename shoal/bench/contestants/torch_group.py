@@ -13,8 +13,6 @@ from torch import Tensor
 from shoal.bench.collective import Collective
 from shoal.bench.contestants.contestant import Buffers, Contestant, Operation, UnsupportedError
 
-__all__ = ["TorchGroup"]
-
 _OPERATORS = {
     "sum": dist.ReduceOp.SUM,
     "avg": dist.ReduceOp.AVG,

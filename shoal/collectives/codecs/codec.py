@@ -13,8 +13,6 @@ from shoal.collectives.core import Core, load_core
 from shoal.errors import PlanError
 from shoal.plan import Compression
 
-__all__ = ["Codec", "codec_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Codec:

@@ -7,8 +7,6 @@ from torch import Tensor
 from shoal.collectives.core import Core
 from shoal.plan import Compression
 
-__all__ = ["KINDS", "add_decoded", "decode", "encode"]
-
 KINDS = ("int8", "int4", "fp8", "sign", "topk", "topk:2bit", "threshold", "random")
 """The kinds of csrc/codecs/codec.h, in the order of their numbers."""
 

@@ -23,8 +23,6 @@ from shoal.collectives.codecs.random_bits import random_bits, uniform
 from shoal.collectives.codecs.rows import as_bytes, as_rows, not_finite, ordered_sum, read
 from shoal.plan import BLOCK
 
-__all__ = ["decode_quantised", "encode_quantised"]
-
 
 def encode_quantised(kind: str, values: Tensor, payload: Tensor, seed: int) -> int:
     """Write the payload of a vector; return its bytes."""

@@ -11,8 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["random_bits", "uniform"]
-
 _32_BITS = 0xFFFF_FFFF
 _64_BITS = 0xFFFF_FFFF_FFFF_FFFF
 

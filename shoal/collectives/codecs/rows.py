@@ -6,8 +6,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-__all__ = ["as_bytes", "as_rows", "not_finite", "ordered_sum", "read"]
-
 _LANES = 32
 _STRETCH = 16
 

@@ -13,8 +13,6 @@ from torch import Tensor
 from shoal.collectives.codecs.random_bits import random_bits
 from shoal.collectives.codecs.rows import as_bytes, as_rows, not_finite, read
 
-__all__ = ["decode_sampled", "encode_sampled"]
-
 
 def encode_sampled(number: int, values: Tensor, payload: Tensor, seed: int) -> int:
     """Write the payload of a vector; return its bytes."""

@@ -24,14 +24,6 @@ from torch.nn.functional import pad
 from shoal.collectives.codecs.rows import as_bytes, as_rows, not_finite, ordered_sum, read
 from shoal.plan import CHUNK, Compression
 
-__all__ = [
-    "decode_threshold",
-    "decode_topk",
-    "encode_threshold",
-    "encode_topk",
-    "most_threshold_bytes",
-]
-
 _Count = TypeVar("_Count", int, Tensor)
 
 

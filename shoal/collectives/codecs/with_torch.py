@@ -9,8 +9,6 @@ from shoal.collectives.codecs.sampled import decode_sampled, encode_sampled
 from shoal.collectives.codecs.sparse import decode_threshold, decode_topk, encode_threshold, encode_topk
 from shoal.plan import Compression
 
-__all__ = ["add_decoded", "decode", "encode"]
-
 
 def encode(
     compression: Compression, values: Tensor, payload: Tensor, seed: int, residual: Tensor | None

@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Algorithm", "AlphaBeta"]
-
 
 class AlphaBeta(NamedTuple):
     """Seconds per step and per byte.

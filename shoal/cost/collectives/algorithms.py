@@ -68,8 +68,6 @@ from collections.abc import Callable, Sequence
 from shoal.cost.collectives.algorithm import Algorithm
 from shoal.errors import ConfigError, nearest
 
-__all__ = ["ALGORITHMS", "COLLECTIVES", "LEVELS", "algorithms_of", "find_algorithm", "require_name"]
-
 LEVELS: tuple[str, ...] = ("shared-memory", "network")
 """What carries the bytes: the memory of one host, or the network between hosts."""
 

@@ -12,8 +12,6 @@ from shoal.plan import Group
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["counted_crossings"]
-
 
 def counted_crossings(group: Group, sizes: Sequence[int], has_rails: bool) -> Iterator[tuple[Crossing, ...]]:
     """Yield the levels that each instance uses, innermost first.

@@ -22,8 +22,6 @@ from shoal.cost.collectives.counted_crossings import counted_crossings
 from shoal.cost.collectives.crossing import Crossing
 from shoal.plan import Group
 
-__all__ = ["crossings", "joined_by"]
-
 
 @lru_cache(maxsize=1 << 14)
 def crossings(

@@ -10,8 +10,6 @@ from shoal.cost.collectives.algorithm import AlphaBeta
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["fit_alpha_beta"]
-
 
 def fit_alpha_beta(
     steps: Sequence[float], nbytes: Sequence[float], seconds: Sequence[float], known: Sequence[float]

@@ -20,8 +20,6 @@ from shoal.cost.collectives.played import (
     tree,
 )
 
-__all__ = ["MOVED", "double_tree", "motion"]
-
 _CHUNKS = 4  # of a chain; its cost is the limit for many
 
 MOVED: Mapping[str, tuple[str, ...]] = {

@@ -68,8 +68,6 @@ from shoal.cost.collectives.crossing import Crossing
 from shoal.cost.collectives.crossings import crossings
 from shoal.plan import Group
 
-__all__ = ["algorithm_seconds", "collective_load", "collective_seconds"]
-
 _PACKET_MESSAGE = 16 * 1024
 """Bytes of the largest message of an all_to_all that goes in packets: NCCL_P2P_LL_THRESHOLD of NCCL."""
 

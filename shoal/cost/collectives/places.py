@@ -15,8 +15,6 @@ from shoal.cost.layout import Layout
 from shoal.plan import Boundary, Group
 from shoal.workload import Workload
 
-__all__ = ["alike_boundaries", "joining_level", "message_bytes", "message_seconds"]
-
 
 @lru_cache(maxsize=1 << 14)
 def joining_level(boundary: Boundary, cluster: Cluster) -> Level:

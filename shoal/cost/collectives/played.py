@@ -10,24 +10,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = [
-    "PLAYED",
-    "Message",
-    "Played",
-    "Step",
-    "chain",
-    "halving_doubling",
-    "hierarchical",
-    "hierarchical_all_gather",
-    "in_network",
-    "in_order_parents",
-    "one_shot",
-    "pairwise",
-    "ring",
-    "tree",
-    "two_shot",
-]
-
 
 class Message(NamedTuple):
     """Slices of a buffer, on their way; the receiver folds them with its own, or takes them as they are."""

@@ -22,8 +22,6 @@ from functools import lru_cache
 
 from shoal.plan.schedules import Held, kind_of
 
-__all__ = ["activation_peaks"]
-
 
 @lru_cache(maxsize=1 << 12)
 def activation_peaks(

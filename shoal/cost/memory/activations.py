@@ -31,16 +31,6 @@ from itertools import zip_longest
 from shoal.cost.layout import Layout
 from shoal.workload import Attention, Block, Part, Product, Saved, Workload
 
-__all__ = [
-    "BlockMemory",
-    "EndMemory",
-    "block_memory",
-    "end_memory",
-    "in_file",
-    "kept_bytes",
-    "stream_bytes",
-]
-
 _FP32 = 4  # bytes
 _OF_TOKEN = 22  # bytes per token that the end keeps with tp > 1
 

@@ -10,8 +10,6 @@ from shoal.cost.memory.states import States, frozen_bytes, states_of
 from shoal.cost.time.split import as_kept, kept_pieces, stored_pieces
 from shoal.plan import SettledPlan
 
-__all__ = ["PieceMemory", "by_piece"]
-
 
 class PieceMemory(NamedTuple):
     """Bytes of a piece on each rank that has it.

@@ -38,8 +38,6 @@ from shoal.plan import UNSHARDED, ByFields, SettledPlan, Sharding
 from shoal.plan.schedules import Held
 from shoal.workload import Workload
 
-__all__ = ["FRAGMENTS", "WORKSPACES", "Memories", "RankMemory", "memory_of"]
-
 FRAGMENTS = 0.08
 """Bytes that an allocator holds in gaps which no tensor fits, as a share of the tensors' bytes."""
 

@@ -27,8 +27,6 @@ from shoal.cost.memory.activations import EndMemory
 from shoal.cost.memory.stack import Stack
 from shoal.plan import Sharding
 
-__all__ = ["Moment", "StageEnds", "gathered_bytes", "moments_of"]
-
 _FP32 = 4.0  # bytes
 
 

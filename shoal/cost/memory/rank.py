@@ -19,8 +19,6 @@ from shoal.cost.time.split import as_kept
 from shoal.plan.schedules import Held
 from shoal.workload import Block, Workload
 
-__all__ = ["Outline", "Pieces"]
-
 
 @dataclass(frozen=True, slots=True)
 class Outline:

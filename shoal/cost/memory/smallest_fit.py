@@ -14,8 +14,6 @@ from shoal.plan import FULLY_SHARDED, SettledPlan
 from shoal.units import format_bytes
 from shoal.workload import Workload
 
-__all__ = ["SmallestFit", "smallest_fit", "too_large"]
-
 _MOST_DEVICES = 1 << 20
 
 

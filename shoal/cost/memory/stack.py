@@ -8,8 +8,6 @@ from itertools import accumulate
 
 from shoal.cost.memory.activations import BlockMemory
 
-__all__ = ["Stack"]
-
 _FP32 = 4.0  # bytes
 
 

@@ -20,8 +20,6 @@ from typing import NamedTuple
 
 from shoal.plan import Plan, Tiers
 
-__all__ = ["States", "frozen_bytes", "state_bytes", "states_of"]
-
 _FP32 = 4.0  # bytes
 
 

@@ -13,8 +13,6 @@ from dataclasses import replace
 
 from shoal.workload import Block, Keep, Part, Product, Saved, Workload
 
-__all__ = ["every_second_product"]
-
 
 def every_second_product(workload: Workload) -> Workload:
     """Return a Workload whose dense layers keep every second product's result under recompute=selective."""

@@ -26,8 +26,6 @@ from shoal.cluster import Cluster, devices_of
 from shoal.plan import Plan
 from shoal.workload import Workload
 
-__all__ = ["SIZES", "Band", "band_between", "band_of", "family_of", "kind_of", "layouts_of", "measured_kind"]
-
 SIZES = ("one device", "one node", "several nodes")
 """Sizes of a run, the smallest first."""
 

@@ -58,8 +58,6 @@ from shoal.cost.time.step import Costs
 from shoal.errors import ConfigError
 from shoal.plan import Boundary, Group
 
-__all__ = ["Calibration", "Correction", "calibrate"]
-
 _WithRate: TypeAlias = Callable[[Cluster, float], Cluster]
 
 _HALVINGS = 40  # steps of the bisection for a factor

@@ -8,15 +8,6 @@ from typing import Any
 from shoal.cluster import Cluster, Device
 from shoal.cluster.cluster import LIMIT_OF_JITTER
 
-__all__ = [
-    "with_all_rates",
-    "with_level_rate",
-    "with_memory_rate",
-    "with_product_rates",
-    "with_steadiness",
-    "with_stream_rate",
-]
-
 _PRODUCT_SHARES = ("product_share", "attention_share", "attention_backward_share")  # once the clock is whole
 _LEVEL_SHARES = ("share", "exchange_share", "packet_share", "reduction_share")
 _LEAST_SHARE = 1e-3

@@ -14,8 +14,6 @@ failures were seen. See Gelman et al., "Bayesian Data Analysis", section 2.6, fo
 
 from __future__ import annotations
 
-__all__ = ["seconds_between_failures"]
-
 
 def seconds_between_failures(prior: float, seen: int, seconds: float) -> float:
     """Return the mean time between failures of a run.

@@ -19,8 +19,6 @@ from dataclasses import dataclass
 
 from shoal.cluster import Cluster, dollars
 
-__all__ = ["Goodput", "best_interval", "goodput"]
-
 _HOUR = 3600.0
 _DAY = 24 * _HOUR
 

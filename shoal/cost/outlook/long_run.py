@@ -20,8 +20,6 @@ from shoal.cost.outlook.goodput import Goodput, goodput
 from shoal.errors import ConfigError
 from shoal.workload import Workload
 
-__all__ = ["RESTART", "STORAGE", "LongRun", "long_run"]
-
 STORAGE = 1e9
 """Bytes/s of a node to and from the storage of checkpoints."""
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from shoal.cost.outlook.spread import FEWEST, both, difference, spread_of
 from shoal.plan import SettledPlan
-from shoal.plan.groups import Group
+from shoal.plan.group import Group
 from shoal.timeline import Kind, Lane, Timeline, explain
 from shoal.timeline.intervals import Intervals, intersect, length, subtract, union
 from shoal.timeline.kinds import seconds_by_kind
@@ -23,8 +23,6 @@ from shoal.timeline.launch import stopped_in
 from shoal.timeline.matching import match_collectives
 from shoal.timeline.windows import StepWindows
 from shoal.workload import Workload
-
-__all__ = ["SENDS", "Observation", "Transfer", "transfers_of"]
 
 SENDS = ("activation", "gradient", "shift")
 """Operations that send a message to one rank."""

@@ -14,8 +14,6 @@ from typing import Any
 from shoal.cluster import Cluster, dollars
 from shoal.run import Account
 
-__all__ = ["account_summary"]
-
 _HOUR = 3600.0
 
 

@@ -12,8 +12,6 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, median, pstdev, quantiles
 
-__all__ = ["FEWEST", "both", "difference", "spread_of"]
-
 FEWEST = 3
 """Number of measurements that have a spread."""
 

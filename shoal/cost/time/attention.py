@@ -28,8 +28,6 @@ from shoal.cost.time.passes import pass_seconds
 from shoal.cost.time.products import joined, product_seconds
 from shoal.workload import Attention
 
-__all__ = ["attention_seconds"]
-
 _QUERIES = 128  # of a tile
 _WIDTH = 128  # of a head at which the shares are measured
 _HIDDEN = 3.0  # exponent: products and exponentials hide each other less than arithmetic and memory do

@@ -38,8 +38,6 @@ from shoal.cost.time.synchronisations import seconds_late
 from shoal.plan import Group
 from shoal.workload import Attention, Block, Part, Product
 
-__all__ = ["BlockCost", "block_cost", "has_experts"]
-
 
 @dataclass(frozen=True, slots=True)
 class BlockCost:

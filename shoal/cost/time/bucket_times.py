@@ -15,15 +15,6 @@ from shoal.cost.time.buckets import Bucket
 from shoal.cost.time.passes import stream_seconds
 from shoal.cost.time.wire import SUM_WIDTH, WHOLE, Sum, Wire
 
-__all__ = [
-    "NOTHING",
-    "BucketTimes",
-    "bucket_times",
-    "copy_seconds",
-    "gather_seconds",
-    "reduce_seconds",
-]
-
 
 class BucketTimes(NamedTuple):
     """Seconds of buckets.

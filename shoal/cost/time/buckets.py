@@ -15,18 +15,6 @@ from dataclasses import dataclass
 from shoal.plan import Group, Groups, Plan
 from shoal.workload import Block, Parameters
 
-__all__ = [
-    "Bucket",
-    "Family",
-    "buckets_of",
-    "families_of",
-    "families_over",
-    "fill",
-    "held_by_block",
-    "owned_by_rank",
-    "parameters_on_rank",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Family:

@@ -15,8 +15,6 @@ from shoal.cost.time.passes import pass_seconds
 from shoal.cost.time.products import product_seconds
 from shoal.workload import Attention, Operation, Part, Product
 
-__all__ = ["Seconds", "casting_seconds", "host_seconds", "operation_seconds"]
-
 _STARTS = 30  # operators to start: a buffer, views of it, autograd's function, the group's call, two spans
 
 

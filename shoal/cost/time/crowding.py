@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-__all__ = ["crowded_seconds"]
-
 
 def crowded_seconds(seconds: float, busy: Iterable[tuple[float, float]], ranks: int, cores: int) -> float:
     """Rescale the seconds of a simulated step whose ranks outnumber the cores.

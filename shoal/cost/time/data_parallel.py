@@ -43,12 +43,10 @@ from shoal.cost.time.block import BlockCost
 from shoal.cost.time.bucket_times import bucket_times
 from shoal.cost.time.buckets import Family, families_of
 from shoal.cost.time.least import Passes
-from shoal.cost.time.stage_buckets import Runs, StageBuckets, or_smaller, runs_of, stage_buckets
+from shoal.cost.time.stage_buckets import Runs, StageBuckets, or_smaller, stage_buckets
 from shoal.cost.time.wire import Wire
 from shoal.plan import SettledPlan
 from shoal.workload import Block, Workload
-
-__all__ = ["DataParallelCosts", "ExchangeCost", "Runs", "StageWork", "runs_of"]
 
 
 class StageWork(NamedTuple):

@@ -34,8 +34,6 @@ from shoal.cost.layout import Layout
 from shoal.cost.time.compute import operation_seconds
 from shoal.workload import Attention, Block, Operation, Pass, Product
 
-__all__ = ["Stretch", "repeats", "starting_seconds", "starts_of", "waits_for_experts", "waits_of"]
-
 _OF_ATTENTION = (1, 3)  # kernels of fused attention, forward and backward
 _OF_UNFUSED = (4, 8)  # two products, softmax and dropout
 _GRAPH = 6.0  # starts of operators that the call of a compiled graph takes, where no figure is known

@@ -21,8 +21,6 @@ from shoal.cost.time.host import Stretch, waits_of
 from shoal.plan import SettledPlan
 from shoal.workload import Block, Workload
 
-__all__ = ["HostCosts", "host_costs", "settled_compile"]
-
 
 class HostCosts:
     """Computes and caches the costs of a Workload's blocks on a Cluster of equal devices.

@@ -30,8 +30,6 @@ from shoal.cluster import Cluster
 from shoal.cost.time.maximum import lognormal_maximum, lognormal_variation
 from shoal.plan import Groups, Plan
 
-__all__ = ["straggler_share"]
-
 
 def straggler_share(plan: Plan, cluster: Cluster) -> float:
     """Return the wait for the slowest rank, as a share of the seconds before ranks meet; a mean step's."""

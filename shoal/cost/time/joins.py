@@ -38,8 +38,6 @@ from shoal.cost.time.compute import Seconds, host_seconds, operation_seconds
 from shoal.cost.time.passes import pass_seconds
 from shoal.workload import Block, Part, Product
 
-__all__ = ["Join", "Joined", "joins_of"]
-
 _OF_LOSS = 2 * 4  # bytes per token: the logarithm of its sum of exponentials, and its target's logit
 
 

@@ -11,8 +11,6 @@ from typing import NamedTuple
 from shoal.plan import SettledPlan
 from shoal.plan.schedules import Work, kind_of
 
-__all__ = ["Beside", "Passes", "least_end"]
-
 _ROUNDS = 4  # of as many micro-batches as ranks, after which tables repeat
 
 

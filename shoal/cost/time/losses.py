@@ -19,8 +19,6 @@ from shoal.cost.time.compute import operation_flop, operation_seconds
 from shoal.cost.time.step import Costs
 from shoal.workload import Attention, Block, Pass, Product
 
-__all__ = ["compute_parts"]
-
 
 def compute_parts(costs: Costs, blocks: Sequence[Block], layout: Layout) -> Mapping[str, float]:
     """Return the seconds of compute of these blocks for one micro-batch, by the parts above.

@@ -11,8 +11,6 @@ import math
 from collections.abc import Callable
 from functools import lru_cache
 
-__all__ = ["lognormal_maximum", "lognormal_variation", "normal_maximum"]
-
 _REACH = 12.0  # standard deviations; the largest of 10^12 ranks is near 7
 _STEPS_PER_DEVIATION = 32  # for such a smooth integrand the trapezoidal rule is exact up to rounding
 

@@ -18,8 +18,6 @@ from shoal.cost.time.wire import SUM_WIDTH, compressed_sums, low_rank_share, who
 from shoal.plan import Groups, Plan
 from shoal.workload import Workload
 
-__all__ = ["Merge", "merge_of"]
-
 _PASSES = 60
 """Bytes of memory that a merge moves for each parameter of fp32: it reads ten times, and writes five."""
 

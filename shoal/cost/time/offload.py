@@ -36,16 +36,6 @@ from shoal.errors import ClusterError
 from shoal.plan import BLOCK_ELEMENTS, BUFFERS, Plan, Tiers
 from shoal.units import format_bytes
 
-__all__ = [
-    "Offload",
-    "fits_host",
-    "offload_of",
-    "require_host",
-    "staging_bytes",
-    "tiers_on",
-    "update_outside",
-]
-
 _FP32 = 4.0  # bytes
 _MOMENTS = 2
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from shoal.cluster import Device
 
-__all__ = ["pass_seconds", "stream_seconds"]
-
 
 def pass_seconds(device: Device, nbytes: float, kernels: int = 1) -> float:
     """Return the seconds that so many kernels take to move so many bytes."""

@@ -29,8 +29,6 @@ from functools import lru_cache
 from shoal.cluster import Device
 from shoal.plan import element_bytes
 
-__all__ = ["depth_of", "joined", "product_seconds"]
-
 _TILES = ((1.0, 1.0), (0.5, 1.0), (0.5, 0.5), (0.25, 0.5))
 """Sizes of tiles: rows and columns, each over that of the largest tile; all lie both ways."""
 

@@ -23,8 +23,6 @@ from shoal.cost.time.passes import stream_seconds
 from shoal.cost.time.wire import decode_passes, encode_passes, payload_bytes
 from shoal.plan import Plan
 
-__all__ = ["ServedTimes", "sent_bytes", "served_seconds", "served_times"]
-
 _WIDTH = 4  # bytes of an element: fp32
 _ADD = 12  # bytes of memory that adding a contribution moves for each element
 _FOLLOW = 20  # bytes that a view moves to follow the values: it takes the difference, and copies itself

@@ -10,8 +10,6 @@ from shoal.plan import SettledPlan, block_choices
 from shoal.plan.stages import Cost, parse_split, ranges_of, split_by_cost, split_by_count
 from shoal.workload import Block, Workload
 
-__all__ = ["as_kept", "flop_costs", "kept_pieces", "pieces_by_stage", "stored_pieces"]
-
 
 def pieces_by_stage(
     workload: Workload,

@@ -20,8 +20,6 @@ from shoal.cost.time.bucket_times import NOTHING, BucketTimes
 from shoal.cost.time.buckets import Bucket, Family, fill, held_by_block
 from shoal.workload import Block
 
-__all__ = ["Runs", "StageBuckets", "or_smaller", "runs_of", "stage_buckets"]
-
 Runs = tuple[tuple[Block, int], ...]
 """Blocks in order, each with the number of equal blocks that follow one another."""
 

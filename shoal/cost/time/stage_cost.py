@@ -9,8 +9,6 @@ from shoal.cost.time.data_parallel import StageWork
 from shoal.plan import SettledPlan
 from shoal.workload import Parameters
 
-__all__ = ["StageCost", "backward_waited_for", "works_by_stage"]
-
 
 @dataclass(frozen=True, slots=True)
 class StageCost:

@@ -36,7 +36,7 @@ from shoal.cost.kinds import ByKind, Kinds, views_of
 from shoal.cost.layout import Layout
 from shoal.cost.time.block import BlockCost
 from shoal.cost.time.buckets import owned_by_rank, parameters_on_rank
-from shoal.cost.time.data_parallel import DataParallelCosts, ExchangeCost, Runs, StageWork, runs_of
+from shoal.cost.time.data_parallel import DataParallelCosts, ExchangeCost, StageWork
 from shoal.cost.time.hosts import HostCosts, host_costs
 from shoal.cost.time.jitter import straggler_share
 from shoal.cost.time.least import Beside, Passes, least_end
@@ -44,15 +44,13 @@ from shoal.cost.time.merges import Merge, merge_of
 from shoal.cost.time.offload import Offload, offload_of, require_host
 from shoal.cost.time.passes import stream_seconds
 from shoal.cost.time.split import as_kept, kept_pieces, pieces_by_stage
+from shoal.cost.time.stage_buckets import Runs, runs_of
 from shoal.cost.time.stage_cost import StageCost, backward_waited_for, works_by_stage
 from shoal.cost.time.stored import stored_bytes
 from shoal.cost.time.update import gradient_sum_bytes, update_bytes
 from shoal.plan import Boundary, ByFields, Group, Groups, SettledPlan
 from shoal.plan.stages import Cost
 from shoal.workload import Block, Parameters, Workload
-
-__all__ = ["Costs", "StageCost"]
-
 
 _Held = tuple[Runs, ...]
 """The blocks of each stage of a rank."""

@@ -11,8 +11,6 @@ from shoal.cost.time.split import stored_pieces
 from shoal.plan import SettledPlan
 from shoal.workload import Block, Workload
 
-__all__ = ["Stored", "stored_bytes"]
-
 
 class Stored(NamedTuple):
     """Bytes of a micro-batch's activations on a rank.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from shoal.cluster import Cluster
 from shoal.workload import ModelShape, Workload, compilable_workload_of, workload_of
 
-__all__ = ["workload_on"]
-
 
 def workload_on(cluster: Cluster, shape: ModelShape) -> Workload:
     """Return the Workload of a shape as Shoal trains it.

@@ -21,8 +21,6 @@ from functools import lru_cache
 
 from shoal.cost.time.maximum import normal_maximum
 
-__all__ = ["behind_the_mean", "seconds_late"]
-
 
 @lru_cache
 def behind_the_mean(ranks: int) -> float:

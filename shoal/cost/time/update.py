@@ -7,8 +7,6 @@ from shoal.cost.time.wire import SUM_WIDTH, Wire
 from shoal.plan import Groups, SettledPlan
 from shoal.workload import Parameters, Workload
 
-__all__ = ["UPDATE_BYTES", "gradient_sum_bytes", "update_bytes"]
-
 UPDATE_BYTES = (
     30  # Adam reads gradient, master weight, two moments; it writes the last three and a 16-bit weight
 )

@@ -27,19 +27,6 @@ from shoal.cost.time.passes import stream_seconds
 from shoal.plan import Compression, Group, Plan
 from shoal.workload import Product, Workload
 
-__all__ = [
-    "SUM_WIDTH",
-    "WHOLE",
-    "Sum",
-    "Wire",
-    "compressed_sums",
-    "decode_passes",
-    "encode_passes",
-    "low_rank_share",
-    "payload_bytes",
-    "whole_sum",
-]
-
 SUM_WIDTH = 4  # bytes of an element of a sum of gradients on a rank: fp32
 
 _ENCODE, _DECODE, _BY_VALUE, _LOW_RANK, _CLEAR = 28, 8, 32, 48, 4

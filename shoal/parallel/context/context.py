@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import ModelError
-from shoal.models.transformer import Attention, causal_attention, positions_from_zero
+from shoal.models.attention import causal_attention
+from shoal.models.transformer import Attention, positions_from_zero
 from shoal.parallel.communication import Axis
 from shoal.parallel.context.positions import POSITIONS, whole_sequence
 from shoal.parallel.context.ring_attention import ring_attention
@@ -36,8 +37,6 @@ from shoal.parallel.hugging_face.sequence import (
     require_attention,
     require_window,
 )
-
-__all__ = ["context_parallel", "require_context"]
 
 _ATTENTIONS: Mapping[str, Callable[..., Tensor]] = {
     "ring": ring_attention,

@@ -22,16 +22,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
 
-__all__ = [
-    "EfficientOnCuda",
-    "FlashOnCpu",
-    "FlashOnCuda",
-    "Kernel",
-    "Operands",
-    "PlainProducts",
-    "kernel_for",
-]
-
 Operands = tuple[Tensor, Tensor, Tensor]
 """Query, key and value, or their gradients."""
 

@@ -19,19 +19,6 @@ from shoal.models.nested import children_of, map_children, refuse_hidden, tensor
 from shoal.parallel.axes import Axes
 from shoal.parallel.communication import Axis
 
-__all__ = [
-    "POSITIONS",
-    "Positions",
-    "contiguous_positions",
-    "local_sequence",
-    "local_sequences",
-    "require_sequence",
-    "residual_positions",
-    "whole_sequence",
-    "zigzag_positions",
-]
-
-
 Batch = TypeVar("Batch")
 
 

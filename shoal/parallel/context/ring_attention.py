@@ -28,15 +28,13 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from shoal.models.attention import causal_attention
 from shoal.models.documents import Documents, sees
 from shoal.models.once_differentiable import once_differentiable
-from shoal.models.transformer import causal_attention
 from shoal.parallel.access import between_graphs
 from shoal.parallel.communication import Axis, Pending
 from shoal.parallel.context.fused_attention import kernel_for
 from shoal.parallel.context.positions import zigzag_positions
-
-__all__ = ["ring_attention"]
 
 
 @between_graphs

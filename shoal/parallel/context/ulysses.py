@@ -18,13 +18,11 @@ import torch
 from torch import Tensor
 
 from shoal.errors import PlanError
+from shoal.models.attention import causal_attention
 from shoal.models.documents import Documents
 from shoal.models.once_differentiable import once_differentiable
-from shoal.models.transformer import causal_attention
 from shoal.parallel.access import between_graphs
 from shoal.parallel.communication import Axis
-
-__all__ = ["require_heads", "ulysses_attention"]
 
 
 @between_graphs

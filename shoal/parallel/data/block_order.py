@@ -27,8 +27,6 @@ from torch.autograd.graph import register_multi_grad_hook
 from shoal.models.nested import tensors_in
 from shoal.parallel.access import between_graphs, outside_graphs, watch, watch_calls
 
-__all__ = ["NO_BACKWARD", "BlockOrder", "Visits", "in_backward"]
-
 NO_BACKWARD = -1
 """Autograd's current graph task outside of backward."""
 

@@ -13,11 +13,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shoal.models.blocks import find_blocks
 from shoal.parallel.data.bucket import Named
 from shoal.parallel.layout import fill_buckets
-
-__all__ = ["Group", "Run", "find_blocks", "groups_by_block", "groups_by_size", "parameter_runs"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,6 @@ from shoal.parallel.offload.stored_shard import Stored, StoredShard, note_norms
 from shoal.parallel.owned import Frozen, Owned, as_sharded, like
 from shoal.parallel.striped import Striped
 
-__all__ = ["Bucket", "Named"]
-
 Named = tuple[str, nn.Parameter]
 """A parameter of the model with its name."""
 

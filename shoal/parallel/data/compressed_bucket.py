@@ -14,8 +14,6 @@ from shoal.parallel.data.bucket import Bucket
 from shoal.parallel.exchange.scatter import CompressedScatter
 from shoal.parallel.exchange.sums import CompressedSum, sum_over
 
-__all__ = ["CompressedBucket"]
-
 _EXCHANGES = 1 << 16
 """More than the exchanges of a bucket in one step."""
 

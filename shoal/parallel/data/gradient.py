@@ -21,8 +21,6 @@ from shoal.parallel.data.bucket import Bucket
 from shoal.parallel.data.compressed_bucket import CompressedBucket
 from shoal.parallel.data.gradient_sum import GradientSum
 
-__all__ = ["GradientReduction"]
-
 
 class GradientReduction:
     """Reduce buckets while backward still runs, in an order that is equal on every rank.

@@ -21,8 +21,6 @@ from torch import nn
 from shoal.errors import LayoutError
 from shoal.parallel.owned import Owned, local_part
 
-__all__ = ["GradientHooks"]
-
 _Hook = Callable[[Any], Any]
 _Hooks = Mapping[int, _Hook]
 

@@ -20,8 +20,6 @@ from shoal.parallel.data.compressed_bucket import CompressedBucket
 from shoal.parallel.data.gradient_hooks import GradientHooks
 from shoal.parallel.place import on_device
 
-__all__ = ["GradientSum", "batch_bytes"]
-
 _BATCH_BYTES: Final = 2**24
 """Bytes of gradients on a GPU that wait to be moved together.
 

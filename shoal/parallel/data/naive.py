@@ -19,8 +19,6 @@ from shoal.parallel.data.gradient_hooks import GradientHooks
 from shoal.parallel.data.strategy import Setup, Strategy
 from shoal.parallel.owned import Frozen, Owned
 
-__all__ = ["naive"]
-
 
 def naive(setup: Setup) -> Strategy:
     """Return the strategy with whole state on every rank, and gradients averaged singly after backward."""

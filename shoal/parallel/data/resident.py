@@ -31,8 +31,6 @@ from shoal.parallel.data.update import WeightUpdate
 from shoal.parallel.owned import Frozen, Owned
 from shoal.plan import Sharding
 
-__all__ = ["resident"]
-
 
 def resident(setup: Setup, sharding: Sharding) -> Strategy:
     """Return the strategy of a sharding that does not cut weights."""

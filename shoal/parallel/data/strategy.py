@@ -21,8 +21,6 @@ from shoal.parallel.layout import Cut
 from shoal.parallel.offload.storage import Storage
 from shoal.parallel.owned import Frozen, Owned
 
-__all__ = ["Exchanging", "Setup", "Strategy", "in_all"]
-
 
 @dataclass(frozen=True, slots=True)
 class Setup:

@@ -13,8 +13,6 @@ from shoal.parallel.access import between_graphs, watch, watch_calls
 from shoal.parallel.data.block_order import in_backward
 from shoal.parallel.data.bucket import Bucket
 
-__all__ = ["WeightUpdate"]
-
 
 class WeightUpdate:
     """Gather every bucket's weights during a forward.

@@ -35,8 +35,6 @@ from shoal.parallel.data.strategy import Setup, Strategy
 from shoal.parallel.owned import Frozen, Owned
 from shoal.plan import Sharding
 
-__all__ = ["zero3"]
-
 
 def zero3(setup: Setup, sharding: Sharding) -> Strategy:
     """Return the strategy of a sharding that cuts weights: they are whole only while a block computes."""

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from shoal.plan import Compression, Exchange, Plan
 
-__all__ = ["Compressing"]
-
 
 @dataclass(slots=True)
 class Compressing:

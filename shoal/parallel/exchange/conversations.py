@@ -10,8 +10,6 @@ from shoal.parallel.communication import Axis
 from shoal.record import NullRecorder, Recorder
 from shoal.timeline import Kind, Lane, Purpose
 
-__all__ = ["Conversations"]
-
 
 @final
 class Conversations:

@@ -8,8 +8,6 @@ import torch
 
 from shoal.parallel.owned import Owned
 
-__all__ = ["pack", "unpack"]
-
 
 def pack(owned: Sequence[Owned], tensors: Sequence[torch.Tensor | None], vector: torch.Tensor) -> None:
     """Copy a tensor for each part into a vector.

@@ -12,8 +12,6 @@ from shoal.parallel.communication import new_buffer
 from shoal.parallel.owned import Owned
 from shoal.parallel.parallel import Parallel
 
-__all__ = ["ParameterVector", "fragments_of", "vectors_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class ParameterVector:

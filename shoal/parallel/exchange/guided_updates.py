@@ -22,8 +22,6 @@ from shoal.parallel.optimizer.composed import copy_settings
 from shoal.parallel.parallel import Parallel
 from shoal.plan import SYNCHRONOUS, Exchange
 
-__all__ = ["Averaged", "GuidedUpdates"]
-
 _SAMPLE = 1 << 20
 """Elements of a gradient that are looked at."""
 

@@ -39,8 +39,6 @@ from shoal.parallel.owned import checksum
 from shoal.parallel.parallel import Parallel
 from shoal.plan import Exchange
 
-__all__ = ["LocalUpdates"]
-
 _RATES = "local_updates_rates"
 """Key of `LocalUpdates.rates`, in a checkpoint's state."""
 

@@ -18,8 +18,6 @@ from torch.nn.functional import linear
 
 from shoal.parallel.communication import Axis, Pending, new_buffer
 
-__all__ = ["LowRankSum"]
-
 
 class LowRankSum:
     """Sums of the same matrices over an axis, step by step.

@@ -9,8 +9,6 @@ from shoal.parallel.exchange.fragments import vectors_of
 from shoal.parallel.parallel import Parallel
 from shoal.parallel.place import on_device
 
-__all__ = ["average_gradients"]
-
 
 @torch.no_grad()
 def average_gradients(parallel: Parallel) -> None:

@@ -13,8 +13,6 @@ import torch
 
 from shoal.collectives import Codec
 
-__all__ = ["ErrorMemory"]
-
 
 class ErrorMemory:
     """What was left out of the exchanges of one vector on this rank.

@@ -17,8 +17,6 @@ from shoal.parallel.owned import Owned
 from shoal.parallel.parallel import Parallel
 from shoal.plan import Exchange
 
-__all__ = ["Merges"]
-
 
 @final
 class Merges:

@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 from shoal.plan import Exchange
 
-__all__ = ["Outer", "outer_settings"]
-
 _USUAL = 0.7, 0.9  # rate and momentum (Douillard et al., arXiv:2311.08105)
 _SPARSE = 1.0, 0.5  # what a merge leaves out comes with later ones, as momentum does
 _WARMUP = 20  # rounds

@@ -11,8 +11,6 @@ from torch.optim import Optimizer
 
 from shoal.parallel.owned import Owned, local_part
 
-__all__ = ["OuterState", "divided", "is_key_of"]
-
 _States = defaultdict[Any, dict[str, Any]]
 
 

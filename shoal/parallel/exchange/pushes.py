@@ -10,8 +10,6 @@ import torch
 from shoal.collectives import Codec
 from shoal.parallel.exchange.memory import ErrorMemory
 
-__all__ = ["Pushes"]
-
 
 @final
 class Pushes:

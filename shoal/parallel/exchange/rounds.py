@@ -11,8 +11,6 @@ from typing import final
 
 from shoal.plan import Exchange
 
-__all__ = ["Rounds"]
-
 
 @final
 class Rounds:

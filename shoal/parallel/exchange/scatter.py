@@ -12,8 +12,6 @@ from shoal.parallel.exchange.memory import ErrorMemory
 from shoal.parallel.exchange.sums import seed_of
 from shoal.plan import Compression
 
-__all__ = ["CompressedScatter"]
-
 
 class CompressedScatter:
     """A reduce-scatter, compressed, with this rank's error memory.

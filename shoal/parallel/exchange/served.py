@@ -30,8 +30,6 @@ from shoal.plan import Compression
 from shoal.record import Recorder
 from shoal.server import Blueprint, Decision, Mode, Servers, Terms
 
-__all__ = ["ServedUpdates"]
-
 _NONE = Compression()
 
 

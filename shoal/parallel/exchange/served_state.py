@@ -22,8 +22,6 @@ from shoal.parallel.owned import Owned, local_part
 from shoal.parallel.parallel import Parallel
 from shoal.server import Blueprint
 
-__all__ = ["Loaded", "give_state", "require_elementwise", "take_state"]
-
 _OfServer = tuple[Sequence[Mapping[str, Any]], Sequence[torch.Tensor]]
 
 

@@ -15,8 +15,6 @@ import torch
 
 from shoal.plan import BLOCK, CHUNK, Compression
 
-__all__ = ["contraction", "error_bound", "measured_contraction", "most_stable_step"]
-
 _LEVELS = {"int8": 127, "int4": 7}
 """Numbers of the format from 0 to the largest magnitude of a block."""
 

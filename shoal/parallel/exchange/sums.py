@@ -25,8 +25,6 @@ from shoal.parallel.exchange.low_rank import LowRankSum
 from shoal.parallel.exchange.memory import ErrorMemory
 from shoal.plan import BLOCK, Compression
 
-__all__ = ["CompressedSum", "Matrices", "seed_of", "sum_over"]
-
 Matrices = Callable[[torch.Tensor], Sequence[torch.Tensor]]
 """Returns the parts of a vector that are parameters, as views in their shapes."""
 

@@ -30,16 +30,6 @@ from shoal.parallel.optimizer.composed import (
 from shoal.parallel.owned import Owned
 from shoal.parallel.parallel import Parallel
 
-__all__ = [
-    "STEPS",
-    "Progress",
-    "SynchronousExchange",
-    "Turn",
-    "WorkerExchange",
-    "WorkerUpdates",
-    "exchange_of",
-]
-
 STEPS = "exchange_steps"
 """Key of the steps made, in a checkpoint's state: the checkpoint's number may be another one."""
 

@@ -25,8 +25,6 @@ from shoal.parallel.optimizer.composed import parts_of
 from shoal.parallel.owned import Owned, local_part
 from shoal.parallel.parallel import Parallel
 
-__all__ = ["average_states"]
-
 _COUNT = "step"
 """Key of a count of steps in torch's optimizers."""
 

@@ -33,8 +33,6 @@ from shoal.parallel.communication import Axis, new_buffer
 from shoal.parallel.layout import Cut
 from shoal.plan import divisors
 
-__all__ = ["ExchangedRuns", "cut_experts", "exchange_with_experts", "expert_parallel", "require_experts"]
-
 Positions = Callable[[int, torch.device], Tensor]
 """From a number of local positions and a device, gives their places in the sample, `[seq]`, int64."""
 

@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal.parallel.data.blocks import find_blocks
-
-__all__ = ["MASKS", "REGISTERED", "Counts", "counted_positions", "decoder_of", "padding_before", "use_masks"]
+from shoal.models.blocks import find_blocks
 
 REGISTERED = "shoal"
 """The name under which attention over ranks is registered with transformers."""

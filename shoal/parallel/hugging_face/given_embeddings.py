@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from shoal.models.once_differentiable import once_differentiable
 from shoal.parallel.communication import Axis
 
-__all__ = ["sum_gradients_of_embeddings"]
-
 
 def sum_gradients_of_embeddings(model: nn.Module, axis: Axis) -> None:
     """Give `inputs_embeds`, where a caller gives them to the model, their gradient over all ranks."""

@@ -24,18 +24,6 @@ from shoal.errors import ModelError, PlanError
 from shoal.models import base_layer
 from shoal.parallel.tensor.tensor_layout import Split, TensorLayout
 
-__all__ = [
-    "along_the_sequence",
-    "fit_heads",
-    "has_tensor_plan",
-    "layout_of_hugging_face",
-    "leave_weights",
-    "needs_whole_sequence",
-    "not_attention",
-    "refuse_some_logits",
-    "splits_attention",
-]
-
 _ATTENTION = ("q_proj", "k_proj", "v_proj")
 _NORMS_OF_HEADS = "replicated_with_grad_allreduce"
 _EXPERTS = ("moe_tp_experts", "packed_colwise")

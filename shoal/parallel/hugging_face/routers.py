@@ -22,8 +22,6 @@ from shoal.parallel.axes import Axes
 from shoal.parallel.communication import Axis
 from shoal.parallel.tensor.sequence_parts import cut, joined, start_gather, start_reduce_scatter
 
-__all__ = ["RouterLogits", "gather_router_logits"]
-
 _KEY = "router_logits"
 
 

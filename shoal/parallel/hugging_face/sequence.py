@@ -27,10 +27,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.errors import ModelError, PlanError
+from shoal.models.blocks import find_blocks
 from shoal.models.documents import Documents
 from shoal.parallel.axes import Axes
 from shoal.parallel.communication import Axis
-from shoal.parallel.data.blocks import find_blocks
 from shoal.parallel.hugging_face.documents import (
     REGISTERED,
     Counts,
@@ -41,17 +41,6 @@ from shoal.parallel.hugging_face.given_embeddings import sum_gradients_of_embedd
 from shoal.parallel.hugging_face.layout import along_the_sequence, splits_attention
 from shoal.parallel.tensor.named_layers import matching_modules
 from shoal.parallel.tensor.tensor_layout import Split, TensorLayout
-
-__all__ = [
-    "attend_over_ranks",
-    "beside_attention",
-    "query_heads",
-    "refuse_own_loss",
-    "require_attention",
-    "require_window",
-    "split_stream",
-    "use_no_cache",
-]
 
 _ATTENDED = ("full_attention", "sliding_attention")
 _COUNTED = ("dynamic", "longrope")  # kinds of rotary embedding that depend on the length of the input

@@ -14,8 +14,6 @@ from shoal.parallel.layout import ALIGNMENT
 from shoal.parallel.offload.stored_shard import StoredShard
 from shoal.parallel.owned import Owned
 
-__all__ = ["Pack", "Part", "packs_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Part:

@@ -14,8 +14,6 @@ import torch
 
 from shoal.parallel.offload.state_file import aligned_buffer
 
-__all__ = ["BufferPool"]
-
 
 @final
 class BufferPool:

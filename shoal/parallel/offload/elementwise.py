@@ -11,8 +11,6 @@ from torch.optim import Optimizer
 
 from shoal.errors import ConfigError
 
-__all__ = ["element_states"]
-
 _ROWS, _COLUMNS = 8, 16
 _STEPS = 2
 

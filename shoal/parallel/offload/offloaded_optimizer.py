@@ -27,8 +27,6 @@ from shoal.parallel.owned import Owned, like, local_part
 from shoal.parallel.parallel import Parallel
 from shoal.plan import BLOCK_ELEMENTS
 
-__all__ = ["OffloadedOptimizer"]
-
 _VALUE, _GRADIENT = "parameters", "gradients"
 
 

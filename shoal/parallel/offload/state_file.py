@@ -29,8 +29,6 @@ from shoal.errors import ConfigError, OffloadError
 from shoal.plan import GRANULE
 from shoal.units import format_bytes
 
-__all__ = ["Segment", "StateFile", "aligned_buffer"]
-
 
 @final
 class StateFile:

@@ -16,8 +16,6 @@ from shoal.plan import Plan, Tiers
 from shoal.record import NullRecorder, Recorder
 from shoal.timeline import Kind
 
-__all__ = ["HostSegment", "Storage"]
-
 _THREADS = 4
 
 

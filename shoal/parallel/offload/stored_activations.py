@@ -28,8 +28,6 @@ from shoal.parallel.offload.state_file import Segment
 from shoal.parallel.offload.storage import Storage
 from shoal.plan import GRANULE, Plan, block_choices
 
-__all__ = ["store_activations"]
-
 _LEAST = 1 << 16
 """Bytes of the smallest storage that moves."""
 

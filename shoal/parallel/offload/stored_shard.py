@@ -17,8 +17,6 @@ import torch
 from shoal.parallel.offload.state_file import Segment, aligned_buffer
 from shoal.parallel.offload.storage import Storage
 
-__all__ = ["Stored", "StoredShard"]
-
 
 @final
 class StoredShard:

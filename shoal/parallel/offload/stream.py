@@ -14,8 +14,6 @@ from shoal.parallel.offload.state_file import Segment, aligned_buffer
 from shoal.parallel.offload.storage import Storage
 from shoal.plan import BUFFERS, GRANULE
 
-__all__ = ["Block", "Stream"]
-
 _Of = TypeVar("_Of")
 _Buffers = Mapping[str, torch.Tensor]
 

@@ -12,8 +12,6 @@ from torch.optim import Optimizer
 from shoal.errors import LayoutError
 from shoal.parallel.owned import Owned, local_part
 
-__all__ = ["Composed", "OptimizerPart", "copy_settings", "loss_of", "parts_of", "title_of", "unscaled"]
-
 OptimizerPart = tuple[Optimizer, Sequence[Owned]]
 """An optimizer with a state, and this rank's parts of the parameters that the state belongs to.
 

@@ -11,8 +11,6 @@ from shoal.parallel.communication import Axis
 from shoal.parallel.owned import Owned
 from shoal.parallel.place import on_device
 
-__all__ = ["GradientNorm", "limit_gradients", "measure_gradient"]
-
 
 class GradientNorm(NamedTuple):
     """Norms of a gradient, on the device.

@@ -19,8 +19,6 @@ from shoal.parallel.axes import Axes
 from shoal.parallel.communication import Axis
 from shoal.parallel.owned import NO_NORM, PART, Mark, Owned
 
-__all__ = ["follow_optimizers", "needs_all_parameters"]
-
 # Marks are attributes of the tensors, so that they end with them.
 _COMPUTES = "_shoal_computes"
 _FIXED = "_shoal_fixed"

@@ -20,8 +20,6 @@ from shoal.parallel.communication import Axis
 from shoal.parallel.layout import part_of_rows
 from shoal.parallel.owned import Owned
 
-__all__ = ["Owners"]
-
 
 @final
 class Owners:

@@ -13,8 +13,6 @@ from shoal.parallel.data.strategy import Strategy
 from shoal.parallel.optimizer.norm import measure_gradient
 from shoal.parallel.owned import Owned
 
-__all__ = ["StepCount", "require_equal_steps"]
-
 _CYCLE = 256
 """Steps are compared modulo this, so that sums of squares over many ranks stay exact in fp64."""
 

@@ -19,8 +19,6 @@ from shoal.parallel.optimizer.composed import (
 )
 from shoal.parallel.owned import Owned
 
-__all__ = ["Together"]
-
 
 @final
 class Together(Composed):

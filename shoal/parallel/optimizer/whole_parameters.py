@@ -26,8 +26,6 @@ from shoal.parallel.optimizer.owners import Owners
 from shoal.parallel.owned import NO_NORM, Owned
 from shoal.parallel.parallel import Parallel
 
-__all__ = ["WholeParameters"]
-
 
 @final
 class WholeParameters(Composed):

@@ -41,15 +41,6 @@ from shoal.models.autocast import autocast_dtype
 from shoal.models.expert_products import ExpertProducts, Runs, expert_products, multiply_by_experts
 from shoal.models.once_differentiable import once_differentiable
 
-__all__ = [
-    "Deferral",
-    "WeightGradients",
-    "deferred_experts",
-    "deferred_linear",
-    "put_off_products",
-    "split_backward",
-]
-
 Compute = Callable[[], Sequence[Tensor | None]]
 """Computes the gradients of some weights, in their order."""
 

@@ -22,8 +22,6 @@ from shoal.parallel.micro_batches import next_of
 from shoal.parallel.pipeline.stage_chain import Form, StageChain
 from shoal.plan.schedules import Action, Payload, Receive, Send
 
-__all__ = ["Messages", "MicroBatch", "StepData"]
-
 MicroBatch = tuple[Any, Tensor]
 """The model's input, and the targets of its output."""
 

@@ -19,8 +19,6 @@ from shoal.models.nested import map_children
 from shoal.parallel.communication import Axis
 from shoal.values import decode, encode
 
-__all__ = ["broadcast_output", "plain_output", "without_other_stages"]
-
 _OF_ALL_BLOCKS = ("hidden_states", "attentions", "cross_attentions", "past_key_values", "router_logits")
 """Entries in the outputs of transformers that hold something of every block."""
 

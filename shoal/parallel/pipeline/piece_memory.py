@@ -24,8 +24,6 @@ from shoal.plan import Plan, SettledPlan
 from shoal.plan.stages import Cost
 from shoal.workload import transformer_shape, workload_of
 
-__all__ = ["Batch", "with_memory"]
-
 
 class Batch(NamedTuple):
     """The samples and tokens of an optimizer step.

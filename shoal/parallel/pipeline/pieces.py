@@ -29,8 +29,6 @@ from shoal.plan.stages import (
     times_of,
 )
 
-__all__ = ["Pieces", "Room", "cut_pieces"]
-
 
 @dataclass(frozen=True, slots=True)
 class Room:

@@ -36,8 +36,6 @@ from shoal.plan.schedules import Action, Payload, Receive, Send, Step, Times, Wo
 from shoal.record import Recorder
 from shoal.timeline import Kind
 
-__all__ = ["Loss", "MicroBatch", "Pipeline", "StageEntry", "StageHere"]
-
 Loss = Callable[[Any, Tensor], Tensor]
 """A function from the model's output and the targets to the mean loss of a micro-batch."""
 

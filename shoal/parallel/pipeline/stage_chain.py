@@ -14,8 +14,6 @@ from shoal.parallel.arguments import kind_of
 from shoal.parallel.communication import Axis, Pending
 from shoal.parallel.pipeline.stages import Stage
 
-__all__ = ["Entry", "Form", "StageChain"]
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HEADER = 10  # numbers that describe a form: the type, the number of dims, and up to eight dims
 _MOST_FORMS = 4096  # forms that are remembered for a stage

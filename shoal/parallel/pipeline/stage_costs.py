@@ -22,8 +22,6 @@ from shoal.parallel.pipeline.stages import Stage, take_stages
 from shoal.plan import Plan
 from shoal.plan.stages import Cost
 
-__all__ = ["computed_costs", "measured_costs"]
-
 
 def computed_costs(model: nn.Module, layout: StageLayout) -> list[Cost]:
     """Return the FLOP of each piece for one token: embedding, blocks, end.

@@ -11,15 +11,6 @@ from torch import nn
 from shoal.errors import ModelError
 from shoal.models import Transformer
 
-__all__ = [
-    "StageLayout",
-    "named_part",
-    "parameters_by_piece",
-    "parts_by_piece",
-    "stages_of",
-    "tied_names",
-]
-
 _WITHOUT_PLAN = {"gpt2": (("wte", "wpe", "drop"), "h", ("ln_f",))}
 """Models of transformers whose configuration does not say their pieces: embedding, blocks, end."""
 

@@ -26,8 +26,6 @@ from torch.overrides import resolve_name
 
 from shoal.errors import ModelError
 
-__all__ = ["NOT_KNOWN", "Beside", "EndOfStage", "Forward", "Gap", "Place", "disordered"]
-
 NOT_KNOWN = -1
 """Stands for the number of elements of a part that no stage has run yet."""
 

@@ -17,8 +17,6 @@ from shoal.plan import Plan, SettledPlan
 from shoal.plan.stages import Cost
 from shoal.workload import ModelShape, transformer_shape
 
-__all__ = ["CORES", "costs_on_device", "device_name", "settled_on_device"]
-
 CORES = "cores"
 """The name of a CPU in place of a GPU's."""
 

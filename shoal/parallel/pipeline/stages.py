@@ -44,8 +44,6 @@ from shoal.parallel.pipeline.stage_placeholders import (
 )
 from shoal.parallel.plain_state import StageStates, StatesBefore, restored
 
-__all__ = ["Stage", "take_stages"]
-
 
 def take_stages(
     model: nn.Module, layout: StageLayout, ranges: Mapping[int, range], beside: Beside | None = None

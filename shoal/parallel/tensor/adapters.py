@@ -18,8 +18,6 @@ from shoal.models import base_layer
 from shoal.parallel.tensor.named_layers import full_name, matching_modules
 from shoal.parallel.tensor.tensor_layout import Split, TensorLayout
 
-__all__ = ["split_layers"]
-
 _A, _B = "lora_A.default", "lora_B.default"
 
 

@@ -22,8 +22,6 @@ from shoal.errors import ModelError
 from shoal.models import base_layer
 from shoal.parallel.tensor.tensor_layout import Split
 
-__all__ = ["watch_heads"]
-
 _WRONG_SHAPES = (  # words of errors of torch, einops and Python
     "invalid for input of size",
     "must match",

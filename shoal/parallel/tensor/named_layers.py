@@ -16,15 +16,6 @@ from shoal.errors import PlanError, nearest
 from shoal.parallel.tensor.tensor_layout import Split, TensorLayout
 from shoal.plan import divisors
 
-__all__ = [
-    "full_name",
-    "linear_layer",
-    "matching_modules",
-    "require_divisible",
-    "require_whole_parts",
-    "vocabulary_weight",
-]
-
 
 def matching_modules(model: nn.Module, layout: TensorLayout) -> Iterator[tuple[str, nn.Module, Split]]:
     """Yield name, module and split of each module that a pattern of the layout matches.

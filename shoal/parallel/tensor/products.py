@@ -43,8 +43,6 @@ from shoal.parallel.communication import Axis, Pending, new_buffer
 from shoal.parallel.pipeline.deferred import Deferral
 from shoal.parallel.tensor.sequence_parts import cut, joined, new_parts, start_gather, start_reduce_scatter
 
-__all__ = ["column_products", "row_product"]
-
 
 def column_products(
     hidden: Tensor,

@@ -13,8 +13,6 @@ from torch import Tensor
 from shoal.errors import PlanError
 from shoal.parallel.communication import Axis, Pending, new_buffer
 
-__all__ = ["cut", "joined", "new_parts", "start_gather", "start_reduce_scatter"]
-
 
 def cut(whole: Tensor, axis: Axis) -> Tensor:
     """Return `[batch, seq, ...]` in part order, `[size, batch, seq / size, ...]`, as a view.

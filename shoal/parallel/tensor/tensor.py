@@ -45,8 +45,6 @@ from shoal.parallel.tensor.tensor_layout import Split, TensorLayout
 from shoal.parallel.tensor.vocabulary import SplitLogits, embed_rows
 from shoal.plan import Plan
 
-__all__ = ["TensorCuts", "cut_tensors", "layout_of", "tensor_parallel"]
-
 
 class TensorCuts(NamedTuple):
     """The cuts of a model's parameters.

@@ -8,8 +8,6 @@ from fnmatch import fnmatchcase
 
 from shoal.errors import PlanError
 
-__all__ = ["Split", "TensorLayout"]
-
 
 @dataclass(frozen=True, slots=True)
 class Split:

@@ -22,8 +22,6 @@ from shoal.models.once_differentiable import once_differentiable
 from shoal.parallel.communication import Axis, new_buffer
 from shoal.parallel.tensor.sequence_parts import cut, new_parts, start_gather, start_reduce_scatter
 
-__all__ = ["SplitLogits", "embed_rows", "vocabulary_cross_entropy"]
-
 # Elements that the loss converts at a time, so that logits in bf16 have no whole copy in fp32. For
 # logits [1024, 16384] in bf16, 64 Ki to 1 Mi elements take 48 to 52 ms of a CPU's time, and 4 Mi take 144 ms.
 # On other devices it only bounds the memory; its speed there is not measured.

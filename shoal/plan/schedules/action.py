@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from shoal.errors import PlanError
 
-__all__ = ["Action", "Work"]
-
 _TEXT = re.compile(r"(\d+)([FBIW])(\d+)")
 
 

@@ -15,8 +15,6 @@ from itertools import product
 
 from shoal.plan.schedules.precedence import Precedence
 
-__all__ = ["Block", "blocks"]
-
 _PERIOD = 6
 _MOST_STEP = 3
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 from shoal.plan.schedules.action import Action, Work
 from shoal.plan.schedules.kind import Held, Kind
 
-__all__ = ["BREADTH_FIRST", "GPIPE"]
-
 
 def _gpipe_row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[Action, ...]:
     """Return all forwards, then all backwards: in reverse in the paper, in order in torch and here."""

@@ -20,8 +20,6 @@ from shoal.plan.schedules.play import Times, numbered, play
 from shoal.plan.schedules.precedence import awaited_actions
 from shoal.plan.schedules.schedule import Schedule
 
-__all__ = ["NO_MESSAGE", "CommonOrder", "Entry", "Sent", "Slot", "common_order_of", "made_order"]
-
 NO_MESSAGE = -1
 
 

@@ -9,8 +9,6 @@ from html import escape
 from shoal.plan.schedules.action import Work
 from shoal.plan.schedules.play import Played
 
-__all__ = ["Panel", "caption", "draw", "draw_panels"]
-
 _COLORS = {
     Work.FORWARD: (47, 111, 214),
     Work.BACKWARD: (190, 82, 54),

@@ -12,8 +12,6 @@ from shoal.plan.schedules.action import Action
 from shoal.plan.schedules.kind import Held, Kind
 from shoal.plan.schedules.row import Row
 
-__all__ = ["DUALPIPE_V"]
-
 
 def _row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[Action, ...]:
     """Return the eight parts of the published schedule; W is apart from I where that shortens the bubble."""

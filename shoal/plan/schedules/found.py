@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from shoal.plan.schedules.kind import Held, Kind
 
-__all__ = ["FOUND", "SEARCHED"]
-
 FOUND = "search"
 """The name of schedules that were found by search."""
 

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 
 from shoal.plan.schedules.precedence import Precedence
 
-__all__ = ["RULES", "Rule", "greedy"]
-
 
 @dataclass(frozen=True, slots=True)
 class Rule:

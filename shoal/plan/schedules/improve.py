@@ -6,8 +6,6 @@ from collections.abc import Iterator, Sequence
 
 from shoal.plan.schedules.precedence import Precedence
 
-__all__ = ["improve", "peak"]
-
 
 def improve(
     precedence: Precedence,

@@ -18,8 +18,6 @@ from shoal.plan.schedules.common_order import NO_MESSAGE, CommonOrder, common_or
 from shoal.plan.schedules.play import Times
 from shoal.plan.schedules.schedule import Schedule
 
-__all__ = ["UNKNOWN", "Act", "InOrder", "Message", "play_in_order", "received_makespan"]
-
 UNKNOWN = math.inf
 """The seconds of an action that is handed to the caller."""
 

@@ -10,8 +10,6 @@ from shoal.errors import PlanError
 from shoal.plan.schedules.action import Action
 from shoal.plan.schedules.schedule import looped, v_shaped
 
-__all__ = ["Held", "Kind"]
-
 
 class Held(NamedTuple):
     """The activations that a rank holds at one time, by its stages in ascending order, in micro-batches.

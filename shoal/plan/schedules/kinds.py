@@ -13,8 +13,6 @@ from shoal.plan.schedules.one_forward_one_backward import INTERLEAVED, ONE_FORWA
 from shoal.plan.schedules.schedule import Schedule
 from shoal.plan.schedules.zero_bubble import ZB_H1, ZB_V
 
-__all__ = ["KINDS", "NAMES", "kind_of", "make", "require_numbers"]
-
 KINDS: Mapping[str, Kind] = {
     kind.name: kind
     for kind in (

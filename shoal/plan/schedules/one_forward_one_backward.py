@@ -10,8 +10,6 @@ from __future__ import annotations
 from shoal.plan.schedules.action import Action, Work
 from shoal.plan.schedules.kind import Held, Kind
 
-__all__ = ["INTERLEAVED", "ONE_FORWARD_ONE_BACKWARD"]
-
 
 def _plain_row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[Action, ...]:
     """Return forwards until the first gradient can arrive, then one forward and one backward in turn."""

@@ -11,8 +11,6 @@ from shoal.plan.schedules.action import Action, Work
 from shoal.plan.schedules.precedence import Precedence
 from shoal.plan.schedules.schedule import Schedule
 
-__all__ = ["Played", "Times", "numbered", "play", "require_times_of"]
-
 
 @dataclass(frozen=True, slots=True)
 class Times:

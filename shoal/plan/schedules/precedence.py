@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from shoal.plan.schedules.action import Action, Work
 
-__all__ = ["Precedence", "awaited_actions"]
-
 _KIND = {Work.FORWARD: 0, Work.BACKWARD: 1, Work.INPUT: 1, Work.WEIGHT: 2}
 
 

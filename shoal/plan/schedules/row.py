@@ -7,8 +7,6 @@ from collections.abc import Iterable
 
 from shoal.plan.schedules.action import Action, Work
 
-__all__ = ["Row"]
-
 _new = tuple.__new__  # makes an Action in half of the time: long pipelines have 100,000
 
 

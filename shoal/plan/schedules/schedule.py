@@ -7,8 +7,6 @@ from functools import lru_cache
 
 from shoal.plan.schedules.action import Action, Work
 
-__all__ = ["Schedule", "looped", "v_shaped"]
-
 
 @dataclass(frozen=True, slots=True)
 class Schedule:

@@ -19,8 +19,6 @@ from shoal.plan.schedules.play import Times, require_times_of
 from shoal.plan.schedules.precedence import Precedence
 from shoal.plan.schedules.schedule import Schedule, looped, v_shaped
 
-__all__ = ["search"]
-
 _GREEDY_ACTIONS = 120_000
 """Actions that all list schedules of a search may have together."""
 _BLOCKS = 4

@@ -10,8 +10,6 @@ from shoal.plan.schedules.action import Action, Work
 from shoal.plan.schedules.schedule import Schedule
 from shoal.plan.schedules.transfers import Payload, Receive, Send, Step, transfers
 
-__all__ = ["require_no_deadlock", "require_sound"]
-
 _Value = tuple[Payload, int, int]
 """The need of a stage for a micro-batch: its input, or the gradient of its output."""
 

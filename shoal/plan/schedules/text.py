@@ -8,8 +8,6 @@ from shoal.plan.schedules.action import Action
 from shoal.plan.schedules.play import Played
 from shoal.plan.schedules.schedule import Schedule
 
-__all__ = ["label", "picture"]
-
 _BUSY, _IDLE = "=", "."
 _LEAST_SHARE = 0.1
 """Actions that are shorter than this share of the longest have their labels cut off."""

@@ -16,8 +16,6 @@ from shoal.plan.schedules.action import Action, Work
 from shoal.plan.schedules.common_order import common_order_of
 from shoal.plan.schedules.schedule import Schedule
 
-__all__ = ["Payload", "Receive", "Send", "Step", "transfers"]
-
 
 class Payload(StrEnum):
     """The content of a message."""

@@ -11,8 +11,6 @@ from shoal.plan.schedules.action import Action
 from shoal.plan.schedules.kind import Held, Kind
 from shoal.plan.schedules.row import Row
 
-__all__ = ["ZB_H1", "ZB_V"]
-
 
 def _h1_row(rank: int, ranks: int, virtual: int, microbatches: int) -> tuple[Action, ...]:
     """Return 1F1B with W `rank` micro-batches behind I: every rank holds as much as 1F1B's first rank."""

@@ -8,8 +8,6 @@ from typing import Any, final
 from shoal.record.logger import Logger
 from shoal.run import Run
 
-__all__ = ["MlflowLogger"]
-
 _LONGEST = 500  # signs of a parameter: MLflow refuses longer ones
 
 

@@ -16,8 +16,6 @@ from shoal.record.destinations.wandb import WandbLogger
 from shoal.record.logger import Logger
 from shoal.run import Run
 
-__all__ = ["Destinations"]
-
 _PACKAGES: Mapping[str, tuple[str, str, str]] = {
     "tensorboard": ("tensorboard", "tensorboard", "writing TensorBoard scalars"),
     "wandb": ("wandb", "wandb", "logging to Weights & Biases"),

@@ -7,8 +7,6 @@ from typing import Any, final
 
 from shoal.record.logger import Logger
 
-__all__ = ["OpenTelemetryLogger"]
-
 
 @final
 class OpenTelemetryLogger(Logger):

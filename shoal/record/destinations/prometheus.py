@@ -15,8 +15,6 @@ from shoal.errors import ConfigError
 from shoal.listener import Handshake, Listener, head_of_request, listen, loopback
 from shoal.record.logger import Logger
 
-__all__ = ["PrometheusLogger", "parse_address"]
-
 _NOT_IN_NAMES = re.compile(r"[^a-zA-Z0-9_]")
 
 

@@ -16,8 +16,6 @@ from typing import final
 from shoal.collectives.thread_device import on_callers_device, take_device
 from shoal.record.logger import Logger
 
-__all__ = ["QueuedLogger"]
-
 _QUEUED = 1_000
 """Steps that may wait."""
 _LOOK = 0.25

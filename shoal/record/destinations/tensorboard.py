@@ -12,8 +12,6 @@ from typing import Any, final
 from shoal.errors import MissingExtraError
 from shoal.record.logger import Logger
 
-__all__ = ["TensorBoardLogger"]
-
 _FLUSH_SECONDS = 1.0
 
 

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 from shoal.models.task import Task
 from shoal.testing.zoo.vectors import WIDTH, error, vectors
 
-__all__ = ["idle_experts"]
-
 
 class Experts(nn.Module):
     """A router sends each sample to one of four experts; the last gets none."""

@@ -11,17 +11,6 @@ from shoal.errors import MissingExtraError
 from shoal.models.task import Task
 from shoal.testing.zoo.vectors import BATCH, words
 
-__all__ = [
-    "hf_deepseek_v3",
-    "hf_distilbert",
-    "hf_gpt2",
-    "hf_llama",
-    "hf_mixtral",
-    "hf_opt",
-    "hf_t5",
-    "hf_vit",
-]
-
 VOCABULARY = 31
 _TEXT = {"vocab_size": VOCABULARY, "use_cache": False, "bos_token_id": 1, "eos_token_id": 2}
 

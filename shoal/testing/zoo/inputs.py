@@ -13,8 +13,6 @@ from shoal.models.task import Task
 from shoal.testing.zoo.structure import Stack
 from shoal.testing.zoo.vectors import BATCH, WIDTH, vectors
 
-__all__ = ["dataclasses_in_and_out", "dict_inputs", "heads", "nested_inputs"]
-
 
 @dataclass
 class Pair:

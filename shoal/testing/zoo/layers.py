@@ -13,19 +13,6 @@ from shoal.models.task import Task
 from shoal.testing.zoo.structure import Stack
 from shoal.testing.zoo.vectors import WIDTH, Block, error, images, vectors, words
 
-__all__ = [
-    "attention_layers",
-    "batch_norm",
-    "batch_norm_2d",
-    "channels_last",
-    "convolutions",
-    "dropout",
-    "gru",
-    "lstm",
-    "positions",
-    "sparse_embedding",
-]
-
 LENGTH = 6
 """Places in a sequence."""
 

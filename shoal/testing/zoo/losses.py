@@ -13,8 +13,6 @@ from shoal.models.task import Task
 from shoal.testing.zoo.structure import Stack
 from shoal.testing.zoo.vectors import WIDTH, error, vectors
 
-__all__ = ["frozen_reference", "gradient_penalty", "loss_in_attribute"]
-
 
 class WithReference(nn.Module):
     """A model that is trained, and a frozen copy of it."""

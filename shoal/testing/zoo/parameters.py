@@ -13,19 +13,6 @@ from shoal.models.task import Task
 from shoal.testing.zoo.structure import Stack
 from shoal.testing.zoo.vectors import BATCH, WIDTH, Block, error, vectors, words
 
-__all__ = [
-    "frozen_parts",
-    "integer_parameters",
-    "lora",
-    "narrow_parameters",
-    "one_rank_parameters",
-    "scalar_parameters",
-    "spectral_norm",
-    "tied_weights",
-    "unused_parameters",
-    "weight_norm",
-]
-
 
 class Tied(nn.Module):
     """The head's weight is the embedding's."""

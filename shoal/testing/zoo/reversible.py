@@ -11,8 +11,6 @@ from torch.autograd import Function
 from shoal.models.task import Task
 from shoal.testing.zoo.vectors import WIDTH, error, vectors
 
-__all__ = ["reversible_layers", "reversible_layers_last", "reversible_layers_shared"]
-
 
 def reversible_layers() -> Task:
     """Reversible layers (arXiv:1707.04585): each computes its input again, and runs its own backward."""

@@ -10,8 +10,6 @@ from shoal.models.task import Task
 from shoal.testing.zoo.structure import Stack
 from shoal.testing.zoo.vectors import WIDTH, Block, error, vectors, words
 
-__all__ = ["counted_positions", "dynamic_rates", "sequence_mixing", "view_attention"]
-
 LENGTH = 6
 """Places in a sequence."""
 

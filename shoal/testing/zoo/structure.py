@@ -12,20 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from shoal.models.task import Task
 from shoal.testing.zoo.vectors import WIDTH, Block, error, vectors
 
-__all__ = [
-    "block_twice",
-    "blocks_in_reverse",
-    "children_called",
-    "nested_lists",
-    "no_list",
-    "other_method",
-    "recompute",
-    "recompute_reentrant",
-    "two_forwards",
-    "weight_penalty",
-    "weight_read",
-]
-
 
 class Stack(nn.Module):
     """A layer, three blocks in a ModuleList, and another layer."""

@@ -8,8 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["BATCH", "WIDTH", "Block", "error", "images", "vectors", "words"]
-
 BATCH = 16
 """Samples in a batch: 4 for each micro-batch of 2 on 2 ranks, 2 for each of 2 on 4 ranks."""
 
