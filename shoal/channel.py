@@ -1,7 +1,7 @@
-"""Authenticated channels over TCP: between launchers of several hosts, and to parameter servers.
+"""Channels of messages: between launchers of several hosts, and to parameter servers.
 
-Both ends prove that they know a secret, and do not send it. Groups of the native core use the same handshake
-(`csrc/transport/handshake.h`), with 24 bytes of their own for the purpose:
+Over TCP both ends prove that they know a secret, and do not send it. Groups of the native core use the same
+handshake (`csrc/transport/handshake.h`), with 24 bytes of their own for the purpose:
 
     who listens -> who dials    challenge   32 random bytes
     who dials -> who listens    hello       "shoal/2\\n", 24 bytes of purpose, 32 random bytes; then its proof
@@ -20,6 +20,8 @@ Then both ends send messages: a head, which is a JSON object, and a body, which 
 
 All numbers are little-endian, as are the elements. Messages are neither signed nor encrypted: on a network
 that strangers share, use a tunnel (docs/guides/encrypt.md).
+
+Over the stdin and stdout of a program there is no handshake: who started it, such as ssh, knows both ends.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ import secrets
 import socket
 import struct
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -46,6 +48,7 @@ __all__ = [
     "ChannelRefusedError",
     "ChannelStrangerError",
     "answer",
+    "carried",
     "challenge",
     "dial",
     "first_message",
@@ -60,6 +63,8 @@ _LARGEST_HEAD = 1 << 26  # bytes
 _LARGEST_BODY = 1 << 38
 _LARGEST_FIRST = 1 << 16  # bytes of the head that who listens reads before a connection gets a thread
 _AT_ONCE = 64  # parts of a message that one call sends
+_CARRIED = 1 << 16  # bytes that are carried at once
+_LAST = 2.0  # seconds for the last bytes to be carried
 _KEEP_ALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 4))
 
 
@@ -89,6 +94,8 @@ class Channel:
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
         self._sending = threading.Lock()
+        if connected.family == socket.AF_UNIX:  # a program of this host
+            return
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEP_ALIVE:  # a host that is gone ends the connection after half a minute
@@ -172,6 +179,38 @@ class Channel:
             if not received:
                 raise ConnectionResetError("the other end closed the connection")
             memory = memory[received:]
+
+
+@contextlib.contextmanager
+def carried(read: Callable[[], bytes], write: Callable[[bytes], object]) -> Iterator[socket.socket]:
+    """Yield a socket to what is no socket, such as two pipes; threads carry the bytes within this context.
+
+    Args:
+        read: Returns the next bytes that come, b"" at the end.
+        write: Sends bytes. What the socket took before the end of the context is sent.
+    """
+    here, there = socket.socketpair()
+
+    def receive() -> None:
+        with contextlib.suppress(OSError):
+            while data := read():
+                there.sendall(data)
+            there.shutdown(socket.SHUT_WR)
+
+    def send() -> None:
+        with contextlib.suppress(OSError):
+            while data := there.recv(_CARRIED):
+                write(data)
+
+    sending = threading.Thread(target=send, name="shoal-carry", daemon=True)
+    sending.start()
+    threading.Thread(target=receive, name="shoal-carry", daemon=True).start()
+    try:
+        yield here
+    finally:
+        with contextlib.suppress(OSError):
+            here.shutdown(socket.SHUT_RDWR)  # not only closed: a thread may receive from it
+        sending.join(_LAST)
 
 
 def dial(address: tuple[str, int], secret: bytes, purpose: bytes, seconds: float = 5.0) -> Channel:

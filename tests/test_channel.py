@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hmac
+import os
 import queue
 import socket
 import struct
@@ -20,6 +21,7 @@ from shoal.channel import (
     ChannelRefusedError,
     ChannelStrangerError,
     answer,
+    carried,
     challenge,
     dial,
     first_message,
@@ -167,3 +169,23 @@ def test_groups_of_the_core_speak_the_same_handshake(process: str) -> None:
         joining.join()
         core.group_abort(group, b"the test is over")
         core.group_free(group)
+
+
+def test_a_channel_goes_over_pipes_and_its_last_message_is_sent_before_it_ends() -> None:
+    (read_there, write_here), (read_here, write_there) = os.pipe(), os.pipe()
+    with carried(lambda: os.read(read_there, 100), lambda data: os.write(write_there, data)) as there:
+        with carried(lambda: os.read(read_here, 100), lambda data: os.write(write_here, data)) as here:
+            one, other = Channel(here), Channel(there)
+            other.limit(120)
+            text = "x" * 10_000
+            one.send({"text": text})
+            assert other.receive() == {"text": text}
+            other.send({"answer": text})
+            assert one.receive() == {"answer": text}
+            one.send({"last": text})
+        assert other.receive() == {"last": text}
+        os.close(write_here)
+        with pytest.raises(ConnectionResetError):
+            other.receive()
+    for each in (write_there, read_here, read_there):
+        os.close(each)
