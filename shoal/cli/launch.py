@@ -152,8 +152,8 @@ def _run_local(args: argparse.Namespace) -> int:
 
 def _run_ssh(args: argparse.Namespace) -> int:
     from shoal.fleet import (
+        AgentProcess,
         Host,
-        ProcessChannel,
         agent_command,
         parse_hosts,
         read_hosts,
@@ -174,7 +174,7 @@ def _run_ssh(args: argparse.Namespace) -> int:
             print(shlex.join(on(host)) + spare)
         _print_work(args, work.words)
         return 0
-    return train_on(lambda: hosts, work, policy, lambda host, told: ProcessChannel(host.name, on(host), told))
+    return train_on(lambda: hosts, work, policy, lambda host, said: AgentProcess(on(host), said))
 
 
 def _run_ray(args: argparse.Namespace) -> int:
@@ -189,7 +189,7 @@ def _run_ray(args: argparse.Namespace) -> int:
         return 0
     with RayCluster(args.address, args.nproc) as cluster:
         policy = _policy(args, len(cluster.hosts()))
-        return train_on(cluster.hosts, work, policy, cluster.open_channel)
+        return train_on(cluster.hosts, work, policy, cluster.start_agent)
 
 
 def _run_container(args: argparse.Namespace) -> int:

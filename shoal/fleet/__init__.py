@@ -1,24 +1,24 @@
 """Starts a training on several machines, follows it, and starts it again when it fails.
 
-Nouns: Host (a machine that may be used), AgentChannel (what an agent on a host is talked to over), Attempt
-(one start of all ranks), Policy (how often the training is started again, and which hosts are left out).
-`shoal launch ssh` and `shoal launch ray` call `train_on`; agents are `shoal.launch.agent`.
+Nouns: Host (a machine that may be used), Agent (the launcher of a host's ranks, `shoal.launch.agent`, which
+ssh or Ray starts), Attempt (one start of all ranks), Policy (how often the training is started again, and
+which hosts are left out). `shoal launch ssh` and `shoal launch ray` call `train_on`. What this process and
+the agents tell each other stands in `shoal.launch.linked_hosts`.
 """
 
+from shoal.fleet.agent import Agent, AgentProcess
 from shoal.fleet.attempt import Attempt, Work
-from shoal.fleet.channel import AgentChannel, Event, ProcessChannel
 from shoal.fleet.fleet import Policy, train_on
 from shoal.fleet.hosts import Host, parse_hosts, read_hosts
 from shoal.fleet.ray_actors import RayCluster
 from shoal.fleet.ssh import agent_command, ssh_command
 
 __all__ = [
-    "AgentChannel",
+    "Agent",
+    "AgentProcess",
     "Attempt",
-    "Event",
     "Host",
     "Policy",
-    "ProcessChannel",
     "RayCluster",
     "Work",
     "agent_command",

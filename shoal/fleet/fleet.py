@@ -14,15 +14,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from shoal.errors import ClusterError, WorkerError
+from shoal.fleet.agent import StartAgent
 from shoal.fleet.attempt import Attempt, Work
-from shoal.fleet.channel import AgentChannel, Event
 from shoal.fleet.hosts import Host
-from shoal.launch import ALONE, EXIT_STOPPED, signals_noted
+from shoal.launch import EXIT_STOPPED, signals_noted
 
 _NO_RETRY = (2, 130)  # exit codes after which another attempt would end the same way, or nobody wants one
 _SOON = 60.0  # seconds: an attempt that fails sooner makes the next pause longer
 _LOOK = 0.05  # seconds between looks at signals
-_ROOM = 2.0  # seconds for processes to be gone
 _LONGEST = 300.0  # seconds of a pause
 
 
@@ -71,7 +70,7 @@ def train_on(
     hosts: Callable[[], Sequence[Host]],
     work: Work,
     policy: Policy,
-    open_channel: Callable[[Host, Callable[[Event], object]], AgentChannel],
+    start_agent: StartAgent,
 ) -> int:
     """Train on some of these hosts, and start again after failures; return the exit code.
 
@@ -79,7 +78,7 @@ def train_on(
         hosts: Returns the hosts that may be used now.
         work: What is started; it must go on from the newest state if there is one.
         policy: How often it is started again, and where.
-        open_channel: Starts an agent on a host.
+        start_agent: Starts an agent on a host.
 
     Returns:
         0, or `EXIT_STOPPED` if a signal ended the training and its state is saved.
@@ -95,7 +94,7 @@ def train_on(
         while True:
             chosen = policy.choose(hosts(), failures)
             began = time.monotonic()
-            with Attempt(chosen, work, open_channel, signals) as attempt:
+            with Attempt(chosen, work, start_agent, signals) as attempt:
                 failure: WorkerError | None = None
                 try:
                     code = attempt.run()
@@ -107,11 +106,11 @@ def train_on(
                     if error.exit_code in _NO_RETRY or not restarts:
                         raise
                     failure, reason = error, str(error)
-            if attempt.signal:
+            if attempt.is_stopped:
                 return _ended(failure)
             failures.update(attempt.failed)
             restarts -= 1
-            seconds = max(pause, ALONE + _ROOM) if attempt.has_lost else pause
+            seconds = max(pause, attempt.pause)
             _say(f"{reason}; started again in {seconds:g} s; restarts left: {restarts}")
             if failure is not None and failure.detail:
                 print(failure.detail, file=sys.stderr, flush=True)

@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import queue
+import select
 import socket
 import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
+from shoal.channel import carried
 from shoal.errors import ClusterError, MissingExtraError
-from shoal.fleet.channel import AgentChannel, Event, ProcessChannel
+from shoal.fleet.agent import Agent, AgentProcess, Said
 from shoal.fleet.hosts import Host
 
 _CONNECT = 10.0  # seconds for a cluster to answer
-_WAIT = 0.5  # seconds that an actor waits for lines before it answers
-_AT_ONCE = 1000  # events in an answer
-_CALLS = 3  # calls of an actor at a time: to read, to send, to hang up
+_WAIT = 0.5  # seconds that an actor waits for bytes before it answers
+_AT_ONCE = 1 << 20  # bytes in an answer
+_CALLS = 2  # calls of an actor at a time: to read, and to send
 
 
 @final
@@ -62,7 +63,7 @@ class RayCluster:
         nodes = self._nodes()
         return [Host(name, address=nodes[name]["NodeManagerAddress"]) for name in sorted(nodes)]
 
-    def open_channel(self, host: Host, told: Callable[[Event], object]) -> AgentChannel:
+    def start_agent(self, host: Host, said: Said) -> Agent:
         """Start an agent on a node, as an actor."""
         node = self._nodes().get(host.name, {})
         gpus = int(node.get("Resources", {}).get("GPU", 0))
@@ -75,8 +76,7 @@ class RayCluster:
             "max_concurrency": _CALLS,
             "scheduling_strategy": strategy,
         }
-        actor = self._ray.remote(_AgentActor).options(**options).remote(host.name)
-        return _ActorChannel(self._ray, host.name, actor, told)
+        return _ActorAgent(self._ray, self._ray.remote(_AgentActor).options(**options).remote(), said)
 
     def _nodes(self) -> Mapping[str, Mapping[str, Any]]:
         """The nodes by name: that of the host, with some of the node's id where it is not the only one."""
@@ -91,30 +91,27 @@ class RayCluster:
 class _AgentActor:
     """Holds the process of an agent, in the process of an actor."""
 
-    def __init__(self, name: str) -> None:
-        self._events: queue.Queue[Event] = queue.Queue()  # a SimpleQueue waits for ever after a signal (3.11)
-        command = [sys.executable, "-m", "shoal.launch"]
-        self._channel = ProcessChannel(name, command, self._events.put)
+    def __init__(self) -> None:
+        self._said: deque[bytes] = deque()
+        self._agent = AgentProcess([sys.executable, "-m", "shoal.launch"], self._said.append)
 
-    def read(self) -> Sequence[tuple[str, bytes]]:
-        """Return the next events; none if none come within a moment."""
-        events = []
-        with contextlib.suppress(queue.Empty):
-            event = self._events.get(timeout=_WAIT)
-            while True:
-                events.append((event.kind, event.line))
-                if len(events) == _AT_ONCE:
-                    break
-                event = self._events.get_nowait()
-        return events
+    def read(self) -> tuple[bytes | None, Sequence[bytes]]:
+        """Return what comes from the agent within a moment, b"" at the end, and lines of its stderr."""
+        data = None
+        if select.select([self._agent.stream], [], [], _WAIT)[0]:
+            data = b""
+            with contextlib.suppress(OSError):
+                data = self._agent.stream.recv(_AT_ONCE)
+        return data, [self._said.popleft() for _ in range(len(self._said))]
 
-    def send(self, line: bytes) -> None:
-        """Send a line to the agent."""
-        self._channel.send(line)
+    def send(self, data: bytes) -> None:
+        """Send bytes to the agent."""
+        with contextlib.suppress(OSError):
+            self._agent.stream.sendall(data)
 
-    def hang_up(self) -> None:
-        """End the agent's input."""
-        self._channel.hang_up()
+    def how_ended(self) -> tuple[str, Sequence[bytes]]:
+        """Return how the agent ended, and the last lines of its stderr."""
+        return self._agent.how_ended(), list(self._said)
 
 
 def _require_reachable(address: str) -> None:
@@ -137,39 +134,40 @@ def _no_cluster(address: str, reason: str) -> ClusterError:
 
 
 @final
-class _ActorChannel(AgentChannel):
-    """A channel to the agent that an actor holds."""
+class _ActorAgent(Agent):
+    """The agent that an actor holds."""
 
-    def __init__(self, ray: Any, host: str, actor: Any, told: Callable[[Event], object]) -> None:
-        self._ray = ray
-        self._host = host
-        self._actor = actor
-        self._told = told
-        self._is_closed = False
-        threading.Thread(target=self._read, daemon=True).start()
+    def __init__(self, ray: Any, actor: Any, said: Said) -> None:
+        self._ray, self._actor, self._said = ray, actor, said
+        self._carries = contextlib.ExitStack()
+        self.stream = self._carries.enter_context(carried(self._read, self._write))
 
-    def send(self, line: bytes) -> None:
-        """Send a line to the agent; if it is gone, do nothing."""
-        self._actor.send.remote(line)
-
-    def hang_up(self) -> None:
-        """Tell the agent that nothing more is sent: its ranks save, and end."""
-        self._actor.hang_up.remote()
+    def how_ended(self) -> str:
+        """Return how it ended, once its output has."""
+        try:
+            how, said = self._ray.get(self._actor.how_ended.remote())
+        except self._ray.exceptions.RayError as error:
+            return f"its actor is gone: {str(error).splitlines()[0]}"
+        for line in said:
+            self._said(line)
+        return str(how)
 
     def close(self) -> None:
         """End the actor."""
-        self._is_closed = True
+        self._carries.close()
         self._ray.kill(self._actor)
 
-    def _read(self) -> None:
-        while not self._is_closed:
+    def _read(self) -> bytes:
+        data = None
+        while data is None:
             try:
-                events = self._ray.get(self._actor.read.remote())
-            except self._ray.exceptions.RayError as error:
-                reason = f"its actor is gone: {str(error).splitlines()[0]}"
-                self._told(Event(self._host, "ended", reason.encode()))
-                return
-            for kind, line in events:
-                self._told(Event(self._host, kind, line))
-                if kind == "ended":
-                    return
+                data, said = self._ray.get(self._actor.read.remote())
+            except self._ray.exceptions.RayError:
+                return b""
+            for line in said:
+                self._said(line)
+        return data
+
+    def _write(self, data: bytes) -> None:
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            self._ray.get(self._actor.send.remote(data))  # or the next call might overtake this one

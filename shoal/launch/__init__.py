@@ -6,46 +6,36 @@ stop), Nursery (the process that ranks are forked from), Meeting (the hosts of a
 `lead` or `follow` on each of several hosts; the trainer's processes call `join` and `run_rank`.
 """
 
-from shoal.launch.agent import ALONE, ranks_here
+from shoal.launch.agent import ranks_here
 from shoal.launch.devices import choose_device, reports_failures
 from shoal.launch.drain import ask_to_leave
 from shoal.launch.elastic import Elasticity, launch_elastic
-from shoal.launch.ended import Ended
 from shoal.launch.follow import follow
 from shoal.launch.hosts import Meeting, lead, open_meeting
 from shoal.launch.kernel import process_age
-from shoal.launch.launcher import TERMINAL, launch, launch_on_node, open_store
+from shoal.launch.launcher import TERMINAL, Node, launch, launch_on_node, open_store
 from shoal.launch.membership import PEER, Membership
 from shoal.launch.memory_files import MANIFEST, Held, Peer, held_in, is_there
-from shoal.launch.messages import NOW, PING, Here, Task, from_line, to_line
-from shoal.launch.node import Node
 from shoal.launch.nursery import Nursery, has_accelerators, open_nursery
 from shoal.launch.outcome import EXIT_AGAIN, Outcome, root_cause
-from shoal.launch.output import RankLog, keep_output, pass_on
+from shoal.launch.output import RankLog, keep_output
 from shoal.launch.roster import Generation
-from shoal.launch.stopping import SAME, SAVE, signals_noted
+from shoal.launch.stopping import signals_noted
 from shoal.launch.token import TOKEN_FILE, find_token, read_token
 from shoal.launch.worker import StopSignal, run_rank
 from shoal.launch.world import World, find_world, join, meet
 from shoal.submit import EXIT_STOPPED
 
 __all__ = [
-    "ALONE",
     "EXIT_AGAIN",
     "EXIT_STOPPED",
     "MANIFEST",
-    "NOW",
     "PEER",
-    "PING",
-    "SAME",
-    "SAVE",
     "TERMINAL",
     "TOKEN_FILE",
     "Elasticity",
-    "Ended",
     "Generation",
     "Held",
-    "Here",
     "Meeting",
     "Membership",
     "Node",
@@ -54,14 +44,12 @@ __all__ = [
     "Peer",
     "RankLog",
     "StopSignal",
-    "Task",
     "World",
     "ask_to_leave",
     "choose_device",
     "find_token",
     "find_world",
     "follow",
-    "from_line",
     "has_accelerators",
     "held_in",
     "is_there",
@@ -75,7 +63,6 @@ __all__ = [
     "open_meeting",
     "open_nursery",
     "open_store",
-    "pass_on",
     "process_age",
     "ranks_here",
     "read_token",
@@ -83,5 +70,4 @@ __all__ = [
     "root_cause",
     "run_rank",
     "signals_noted",
-    "to_line",
 ]

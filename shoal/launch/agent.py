@@ -1,76 +1,109 @@
-"""Starts a machine's ranks for a fleet: `python -m shoal.launch`, with messages on stdin and stdout.
+"""The launcher of a host that ssh or Ray starts: `python -m shoal.launch`.
 
-See `shoal.launch.messages`. The agent outlives the fleet only until its ranks have saved.
+Its first line of input is a JSON object that says what to start. It answers with the token that is in there.
+From then on its stdin and stdout are the link to the launcher that leads: see `shoal.launch.linked_hosts`. So
+what is secret, such as the store's secret and values of the environment, is in no command line, and what a
+shell prints before the token is no message.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
 import socket
 import sys
-import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import final
+from typing import Any
 
 import torch
 
+from shoal.channel import Channel, carried
 from shoal.collectives.secret_file import SECRET_FILE
 from shoal.errors import ConfigError, ShoalError
-from shoal.launch.launcher import launch_on_node, open_store
-from shoal.launch.messages import NOW, Here, Task, from_line, to_line
-from shoal.launch.node import Node
-from shoal.launch.nursery import open_nursery
+from shoal.launch.follow import Following
+from shoal.launch.launcher import Node, node_environments, open_store
+from shoal.launch.local_ranks import LocalRanks
+from shoal.launch.nursery import Nursery, open_nursery
 from shoal.launch.output import pass_on
+from shoal.launch.relay import Relay
+from shoal.launch.stopping import signals_noted
+from shoal.limits import json_of
 from shoal.listener import loopback
 from shoal.release import release
 from shoal.scratch import scratch_folder
 from shoal.signals import take_signals
+from shoal.values import encode
 
 ALONE = 10.0
 """Seconds for the ranks to save once the fleet is gone. Until then no other host may go on in their place."""
 
 _HEEDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-_SILENT = 15.0  # seconds after which a fleet that says nothing is gone
-_BETWEEN = 0.2  # seconds between two signals, which else may come in either order
 _AT_ONCE = 1 << 16  # bytes to read at once
+
+_Job = Mapping[str, Any]
 
 
 def main() -> int:
-    """Start the ranks of a Task, and tell how they ended; return the exit code of this process."""
-    messages = _Lines(sys.stdin.fileno())
-    task = from_line("", messages.next())
-    if not isinstance(task, Task):
+    """Run the ranks of this host as the launcher that leads tells it; return the exit code."""
+    try:
+        job = json_of(sys.stdin.buffer.readline())
+        token = str(job["token"]).encode()
+    except (ValueError, KeyError, TypeError):
         print("shoal: no fleet has started this agent", file=sys.stderr)
         return 2
+    pipes = os.dup(0), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # so that messages alone go through the pipes,
+    os.dup2(2, 1)  # and none to a rank that reads its stdin
+    pass_on(token, pipes[1])
     try:
-        _prepare(task)
-        with _shared(task.secret), open_nursery(task.module) as nursery:
-            address, ranks = task.address or own_address(), task.ranks or ranks_here()
-            store = open_store(address, task.port) if task.opens_store else None
-            port = 0 if store is None else store.port
-            _tell(task, Here(version=release(), ranks=ranks, address=address, port=port))
-            node = from_line(task.token, messages.next(_SILENT))
-            if not isinstance(node, Node):  # the fleet does without this machine
-                return 0
-            threading.Thread(target=_obey, args=(task, messages), daemon=True).start()
-            ended = launch_on_node(
-                [sys.executable, "-m", "shoal", *task.words],
-                ranks,
-                node,
-                logs=Path(task.logs) if task.logs else None,
-                nursery=nursery,
-                grace=task.grace,
-            )
+        _prepare(job)
+        with _shared(job["secret"]), open_nursery("shoal.train") as nursery, _link(*pipes) as link:
+            return _follow(link, job, nursery)
     except ShoalError as error:
-        _tell(task, error)
+        with _link(*pipes) as link:
+            link.send({"refuses": encode(error).hex()})
         return error.exit_code
-    _tell(task, ended)
-    return 0
+
+
+@contextlib.contextmanager
+def _link(reading: int, writing: int) -> Iterator[Channel]:
+    with carried(lambda: os.read(reading, _AT_ONCE), lambda data: pass_on(data, writing)) as stream:
+        yield Channel(stream)
+
+
+def _follow(link: Channel, job: _Job, nursery: Nursery | None) -> int:
+    address = job["address"] or own_address()
+    store = open_store(address, job["port"]) if job["opens_store"] else None
+    about = {
+        "version": release(),
+        "ranks": job["ranks"] or ranks_here(),
+        "store": [address, 0 if store is None else store.port],
+    }
+    with signals_noted() as signals:
+        ended = Following(link, about, partial(_begin, job, nursery), job["grace"], ALONE).run(signals)
+    return ended if isinstance(ended, int) else 1  # the fleet is gone
+
+
+def _begin(
+    job: _Job, nursery: Nursery | None, told: _Job, folder: Path, relay: Relay, _: contextlib.ExitStack
+) -> LocalRanks:
+    """Return the ranks of this host, which have started."""
+    first, end = told["numbers"]
+    node = Node(
+        name="",
+        number=told["place"],
+        nodes=told["hosts"],
+        first_rank=first,
+        ranks=told["ranks"],
+        master=(str(told["store"][0]), int(told["store"][1])),
+    )
+    environments = node_environments(str(folder), end - first, node, os.environ, nursery)
+    command = [sys.executable, "-m", "shoal", *job["words"]]
+    logs = Path(job["logs"]) if job["logs"] else None
+    return LocalRanks(command, environments, logs, nursery, [relay])
 
 
 def own_address() -> str:
@@ -86,17 +119,17 @@ def own_address() -> str:
     return loopback()
 
 
-def _prepare(task: Task) -> None:
-    """Take the environment and the working directory of a Task, and heed the signals that the fleet sends."""
-    os.environ.update(task.environment)
+def _prepare(job: _Job) -> None:
+    """Take the environment and the working directory of a job, and heed signals."""
+    os.environ.update(job["environment"])
     for number in _HEEDED:  # Ray's workers ignore some, and block others
         signal.signal(number, signal.SIG_DFL)
     take_signals()
     try:
-        os.chdir(task.folder)
+        os.chdir(job["folder"])
     except OSError as error:
         raise ConfigError(
-            f"{task.folder} cannot be entered on {task.name}: {error.strerror}",
+            f"{job['folder']} cannot be entered on {job['name']}: {error.strerror}",
             possible="a directory that every host has",
             change="give another --folder",
         ) from error
@@ -116,44 +149,6 @@ def _shared(secret: str) -> Iterator[None]:
         yield
 
 
-@final
-class _Lines:
-    """The lines that come from a descriptor, with a time-out."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._read = b""
-
-    def next(self, seconds: float | None = None) -> bytes:
-        """Return the next line; empty at the end, or if nothing comes for some seconds."""
-        while b"\n" not in self._read:
-            ready, _, _ = select.select([self._descriptor], [], [], seconds)
-            data = os.read(self._descriptor, _AT_ONCE) if ready else b""
-            if not data:
-                return b""
-            self._read += data
-        line, newline, self._read = self._read.partition(b"\n")
-        return line + newline
-
-
-def _obey(task: Task, messages: _Lines) -> None:
-    """Send this process the signals that the fleet names. If the fleet is gone, the ranks save and end."""
-    name = ""
-    while name != NOW and (line := messages.next(_SILENT)):
-        told = from_line(task.token, line)
-        name = told if isinstance(told, str) else ""
-        if name in signal.Signals.__members__:
-            os.kill(os.getpid(), signal.Signals[name])
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(_BETWEEN if name == NOW else ALONE)
-    os.kill(os.getpid(), signal.SIGINT)  # after another signal it means now
-
-
 def ranks_here() -> int:
     """Return the number of ranks for this machine where none is given: one for each GPU, or one."""
     return max(1, torch.cuda.device_count())
-
-
-def _tell(task: Task, value: object) -> None:
-    sys.stdout.flush()
-    pass_on(to_line(task.token, value), 1)

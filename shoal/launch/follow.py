@@ -1,7 +1,7 @@
-"""The launcher of a host that follows: it starts and watches its ranks as the host that leads tells it.
+"""The launcher of a host that follows: it starts and watches its ranks as the launcher tells it that leads.
 
-If the link to that host ends, or nothing came for `SILENCE` seconds, all ranks here end at once: they could
-not go on without the store, and must not seem to. The launcher then tries to join again, as a new host.
+If the link to that one ends, or nothing came for `SILENCE` seconds, all ranks here end: they could not go on
+by themselves, and must not seem to. A host of `shoal train --nodes` then tries to join again, as a new host.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -32,6 +33,7 @@ from shoal.launch.membership import AFTER
 from shoal.launch.memory_files import files_service
 from shoal.launch.nursery import Nursery
 from shoal.launch.outcome import Outcome
+from shoal.launch.output import Terminal
 from shoal.launch.relay import Relay
 from shoal.launch.stopping import StopRequest, signals_noted
 from shoal.launch.token import read_token
@@ -65,7 +67,7 @@ def follow(
         CommunicationError: The host that leads cannot be reached, or is gone.
         ConfigError: It has another token.
     """
-    known = _Known(memory)
+    follower = _Follower(meeting, module, environment, memory, nursery)
     at = f"{meeting.address[0]}:{meeting.address[1]}"
     waiting = _Waiting(f"the host that leads, at {at}")
     why = "nothing listens there"
@@ -95,14 +97,14 @@ def follow(
                 time.sleep(_PAUSE)
                 continue
             waiting.is_over()
-            told = _Following(meeting, module, environment, known, nursery, link, token).run(signals)
-            if isinstance(told, int):
-                return told
-            why, since = told, time.monotonic()
+            ended = follower.follow(link, token, signals)
+            if isinstance(ended, int):
+                return ended
+            why, since = _why(ended, meeting.address), time.monotonic()
             print(
                 f"shoal: {why}; the ranks here are ended, and this host tries to join again", file=sys.stderr
             )
-    if signals and not known.leader:
+    if signals and not follower.leader:
         print(stopped_early(signals[0].name), file=sys.stderr, flush=True)
         return EXIT_STOPPED
     raise CommunicationError(
@@ -131,45 +133,105 @@ class _Waiting:
 
 
 @final
-class _Known:
-    """What stays when the link ends: the checkpoints in this host's memory, if they are of the run.
+class _Follower:
+    """What stays when a link ends: what this host was started with, and the checkpoints in its memory.
+
+    Args:
+        meeting: As for `follow`, as are the others.
 
     Attributes:
         leader: The run that this host has had ranks of; empty for none.
     """
-
-    def __init__(self, memory: Path | None) -> None:
-        self.memory = memory
-        self.leader = ""
-
-    def meet(self, leader: str, *, resumes: bool) -> None:
-        """Take note of who leads; drop checkpoints of another run."""
-        if self.memory is not None and leader != self.leader and not resumes:
-            for path in self.memory.iterdir():
-                shutil.rmtree(path, ignore_errors=True)
-        self.leader = leader
-
-
-@final
-class _Following:
-    """The time between joining and the end of the link."""
 
     def __init__(
         self,
         meeting: Meeting,
         module: str,
         environment: Mapping[str, str],
-        known: _Known,
+        memory: Path | None,
         nursery: Nursery | None,
-        link: Channel,
-        token: bytes,
     ) -> None:
         self._meeting, self._module, self._environment = meeting, module, environment
-        self._known, self._nursery, self._link, self._token = known, nursery, link, token
-        self._address = str(link.socket.getsockname()[0])
-        listening = socket.create_server((self._address, 0), family=link.socket.family)
-        services = {} if known.memory is None else {"files": files_service(known.memory)}
-        self._gate = Gate(listening, token, services)
+        self._memory, self._nursery = memory, nursery
+        self.leader = ""
+
+    def follow(self, link: Channel, token: bytes, signals: list[signal.Signals]) -> int | OSError:
+        """Follow over a link, which is closed then; see `Following.run`."""
+        address, meeting = str(link.socket.getsockname()[0]), self._meeting
+        listening = socket.create_server((address, 0), family=link.socket.family)
+        services = {} if self._memory is None else {"files": files_service(self._memory)}
+        gate = Gate(listening, token, services)
+        about = {"ranks": meeting.ranks, "run": meeting.run, "settings": dict(meeting.settings)}
+        about |= {"name": socket.gethostname(), "port": gate.port, "version": release()}
+        begin = partial(self._begin, token, surroundings(address, gate.port, meeting))
+        try:
+            return Following(link, about, begin, meeting.grace).run(signals)
+        finally:
+            gate.close()
+            link.close()
+
+    def _begin(
+        self,
+        token: bytes,
+        around: Mapping[str, str],
+        told: Mapping[str, Any],
+        folder: Path,
+        relay: Relay,
+        stack: contextlib.ExitStack,
+    ) -> LocalRanks:
+        numbers = range(*told["numbers"])
+        self._meet(str(told["leader"]), resumes=bool(told["resumes"]))
+        job = folder / "job"
+        job.write_bytes(bytes.fromhex(told["job"]))
+        door = StoreDoor(self._meeting.address, token, str(told["session"]))
+        stack.callback(door.close)
+        around = {**around, **self._environment, AFTER: str(told["after"])}
+        environments = member_environments(
+            str(folder), numbers, int(told["ranks"]), door.port, around, self._nursery
+        )
+        for each in environments.values():
+            each.pop(TERMINAL, None)  # its ranks' lines go to another terminal too: no place for a bar
+        names = f"{numbers.start} to {numbers.stop - 1}"
+        print(f"shoal: this host has ranks {names} of the run {told['run']}", file=sys.stderr, flush=True)
+        command = [sys.executable, "-m", self._module, str(job)]
+        logs = Path(told["run"]) / "log"
+        return LocalRanks(command, environments, logs, self._nursery, [Terminal(), relay])
+
+    def _meet(self, leader: str, *, resumes: bool) -> None:
+        """Take note of who leads; drop checkpoints of another run."""
+        if self._memory is not None and leader != self.leader and not resumes:
+            for path in self._memory.iterdir():
+                shutil.rmtree(path, ignore_errors=True)
+        self.leader = leader
+
+
+Begin = Callable[[Mapping[str, Any], Path, Relay, contextlib.ExitStack], LocalRanks]
+"""Starts the ranks that a message tells of. It gets the message, a folder for outcomes, a Relay for what the
+ranks print, and a stack that closes what it opens besides."""
+
+
+@final
+class Following:
+    """The time between joining and the end of the link.
+
+    Args:
+        link: The link, which the caller closes.
+        about: What this host tells of itself first; see `Host.introduce`.
+        begin: Starts the ranks.
+        grace: Seconds from a signal until the system ends this process; None if it does not.
+        alone: Seconds for the ranks to save once the link has ended; 0 to end them at once.
+    """
+
+    def __init__(
+        self,
+        link: Channel,
+        about: Mapping[str, Any],
+        begin: Begin,
+        grace: float | None,
+        alone: float = 0.0,
+    ) -> None:
+        self._link, self._about, self._begin, self._grace = link, about, begin, grace
+        self._alone = alone
         self._told: queue.Queue[Mapping[str, Any] | OSError] = queue.Queue()
         self._is_ended = threading.Event()
         self._ranks: LocalRanks | None = None
@@ -177,30 +239,22 @@ class _Following:
         self._reported: set[int] = set()
         self._stopped: list[int] = []
 
-    def run(self, signals: list[signal.Signals]) -> int | str:
-        """Follow; return the exit code that the other host told, or why the link ended."""
-        link = self._link
-        stop = StopRequest(signals, self._meeting.grace)
-        link.limit(SILENCE)
+    def run(self, signals: list[signal.Signals]) -> int | OSError:
+        """Follow; return the exit code that the other launcher tells, or how the link ended."""
+        stop = StopRequest(signals, self._grace)
+        self._link.limit(SILENCE)
+        self._tell(kind="host", **self._about)
         for work in (self._listen, self._beat):
             threading.Thread(target=work, name="shoal-follow", daemon=True).start()
         with contextlib.ExitStack() as stack:
-            stack.callback(self._close)
+            stack.callback(self._is_ended.set)
             folder = stack.enter_context(scratch_folder())
-            meeting = self._meeting
-            about = {"ranks": meeting.ranks, "run": meeting.run, "settings": dict(meeting.settings)}
-            about |= {"name": socket.gethostname(), "port": self._gate.port, "version": release()}
-            self._tell(kind="host", **about)
             while True:
                 self._wait()
                 while not self._told.empty():
                     told = self._told.get()
                     if isinstance(told, OSError):
-                        if isinstance(told, TimeoutError):
-                            self._tell(closes=f"it heard nothing from the host that leads for {SILENCE:g} s")
-                        return _why(told, self._meeting.address)
-                    if told["do"] == "lost":
-                        return f"the host that leads went on without this one: {told['why']}"
+                        return self._end_alone(told)
                     if told["do"] == "end":
                         return self._end(int(told["code"]), str(told["why"]))
                     self._obey(told, folder, stack)
@@ -227,7 +281,7 @@ class _Following:
         if told["do"] == "stand by":
             print("shoal: this host stands by", file=sys.stderr, flush=True)
         elif told["do"] == "begin":
-            self._begin(told, folder, stack)
+            self._ranks = stack.enter_context(self._begin(told, folder, self._relay, stack))
         elif told["do"] == "more":
             self._relay.shown()
         elif told["do"] == "reach":
@@ -243,27 +297,6 @@ class _Following:
         """Tell which launchers of other hosts this host cannot reach."""
         self._tell(apart=[[host, port] for host, port in addresses if not answers((host, port))])
 
-    def _begin(self, told: Mapping[str, Any], folder: Path, stack: contextlib.ExitStack) -> None:
-        numbers = range(*told["numbers"])
-        self._known.meet(str(told["leader"]), resumes=bool(told["resumes"]))
-        job = folder / "job"
-        job.write_bytes(bytes.fromhex(told["job"]))
-        door = StoreDoor(self._meeting.address, self._token, str(told["session"]))
-        stack.callback(door.close)
-        around = surroundings(self._address, self._gate.port, self._meeting)
-        around |= {**self._environment, AFTER: str(told["after"])}
-        environments = member_environments(
-            str(folder), numbers, int(told["ranks"]), door.port, around, self._nursery
-        )
-        for each in environments.values():
-            each.pop(TERMINAL, None)  # its ranks' lines go to another terminal too: no place for a bar
-        command = [sys.executable, "-m", self._module, str(job)]
-        logs = Path(told["run"]) / "log"
-        ranks = LocalRanks(command, environments, logs, self._nursery, relay=self._relay)
-        self._ranks = stack.enter_context(ranks)
-        names = f"{numbers.start} to {numbers.stop - 1}"
-        print(f"shoal: this host has ranks {names} of the run {told['run']}", file=sys.stderr, flush=True)
-
     def _start_again(self, ranks: LocalRanks, rank: int, changes: Mapping[str, str], folder: Path) -> None:
         for outcome in folder.glob(f"rank-{rank:05d}.json"):
             outcome.unlink()
@@ -277,7 +310,9 @@ class _Following:
         codes = {rank: code for rank, code in ranks.exit_codes().items() if rank not in self._reported}
         if codes:
             outcomes = {each.rank: dataclasses.asdict(each) for each in Outcome.read_all(folder)}
-            self._tell(ended={str(rank): [code, outcomes.get(rank)] for rank, code in codes.items()})
+            ended = {str(rank): [code, outcomes.get(rank)] for rank, code in codes.items()}
+            hangs = {path.name: path.read_text() for path in folder.glob("verdict-*")}
+            self._tell(ended=ended, hangs=hangs)
             self._reported.update(codes)
         if (stopped := ranks.stopped()) != self._stopped:
             self._stopped = stopped
@@ -294,6 +329,15 @@ class _Following:
             print(f"shoal: the run has ended on this host: {why}", file=sys.stderr, flush=True)
         return code
 
+    def _end_alone(self, error: OSError) -> OSError:
+        """Let the ranks save for a while, if they may, and return how the link ended."""
+        if isinstance(error, TimeoutError):
+            self._tell(closes=f"it heard nothing from the host that leads for {SILENCE:g} s")
+        if self._ranks is not None and self._alone:
+            self._ranks.signal(signal.SIGTERM)
+            listen_for(self._ranks, self._alone)
+        return error
+
     def _tell(self, **message: Any) -> None:
         with contextlib.suppress(OSError):  # then the thread that listens fails too
             self._link.send(message)
@@ -301,7 +345,10 @@ class _Following:
     def _listen(self) -> None:
         try:
             while True:
-                if message := self._link.receive():
+                message = self._link.receive()
+                if message.get("do") == "lost":
+                    raise _LeftOutError(f"the host that leads went on without this one: {message['why']}")
+                if message:
                     self._told.put(message)
         except OSError as error:
             self._told.put(error)
@@ -310,14 +357,16 @@ class _Following:
         while not self._is_ended.wait(BEAT):
             self._tell()
 
-    def _close(self) -> None:
-        self._is_ended.set()
-        self._gate.close()
-        self._link.close()
+
+@final
+class _LeftOutError(ConnectionError):
+    """The host that leads does without this one."""
 
 
 def _why(error: OSError, address: tuple[str, int]) -> str:
     """Return what the end of the link says of the host that leads."""
+    if isinstance(error, _LeftOutError):
+        return str(error)
     if isinstance(error, TimeoutError):
         return f"the host that leads was silent for {SILENCE:g} s"
     is_there = answers(address)

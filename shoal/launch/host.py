@@ -7,7 +7,7 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,13 +25,13 @@ _PATIENCE = 2.0  # seconds for a system to answer
 
 @dataclass(eq=False)
 class Host:
-    """A host that joined.
+    """A host that joined, or is to.
 
     Attributes:
         link: The link to its launcher; None for the host of this process.
         name: Its name.
-        address: Its address.
-        ranks: Number of ranks that it can start.
+        address: Its address, as the launcher that leads reaches it.
+        ranks: Number of ranks that it can start; 0 until it has told.
         port: The port of its launcher.
         run: The absolute path of the run that it was started for, if that was given.
         version: Its version of Shoal.
@@ -44,12 +44,15 @@ class Host:
         stopped: Those of its ranks whose processes are stopped.
         apart: Addresses of launchers that it could not reach, when it was asked last.
         heard: Time of its last message.
+        store: Of an agent: the address at which other hosts reach it, and the port of the store if it has it.
+        how_ended: Of an agent: tells how the program ended that links it.
+        gone: How it was lost, before its ranks had ended; None if it was not.
     """
 
     link: Channel | None
     name: str
     address: str
-    ranks: int
+    ranks: int = 0
     port: int = 0
     run: str = ""
     version: str = field(default_factory=release)
@@ -62,6 +65,20 @@ class Host:
     stopped: list[int] = field(default_factory=list)
     apart: list[tuple[str, int]] = field(default_factory=list)
     heard: float = field(default_factory=time.monotonic)
+    store: tuple[str, int] = ("", 0)
+    how_ended: Callable[[], str] | None = None
+    gone: Gone | None = None
+
+    def introduce(self, told: Mapping[str, Any]) -> None:
+        """Take what the host tells of itself."""
+        self.name = str(told.get("name", self.name))
+        self.ranks = int(told.get("ranks", 0))
+        self.port = int(told.get("port", 0))
+        self.run = str(told.get("run", ""))
+        self.version = str(told.get("version", "an older one"))
+        self.settings = dict(told.get("settings", {}))
+        address, port = told.get("store", self.store)
+        self.store = str(address), int(port)
 
     def __str__(self) -> str:
         return f"host {self.address}" + (f" ({self.name})" if self.name else "")
@@ -109,6 +126,8 @@ def end_of(host: Host, error: OSError, closes: str) -> Gone:
     """Return what the end of a link says of the host."""
     if isinstance(error, TimeoutError):
         return Gone(f"was silent for {SILENCE:g} s", is_dead=False)
+    if host.how_ended is not None:
+        return Gone(f"{'was lost' if host.is_begun else 'did not start'}: {host.how_ended()}", is_dead=False)
     is_there = answers((host.address, host.port))
     if is_there is False:
         return Gone("ended", is_dead=True)

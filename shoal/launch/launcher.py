@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore
@@ -21,9 +22,9 @@ from shoal.errors import ConfigError
 from shoal.hang import LEDGERS, HangVerdict
 from shoal.launch.ended import Ended
 from shoal.launch.local_ranks import LAUNCHER, LocalRanks, Processes
-from shoal.launch.node import Node
 from shoal.launch.nursery import Nursery
 from shoal.launch.outcome import Outcome, root_cause
+from shoal.launch.output import Terminal
 from shoal.launch.stopping import StopRequest, signals_noted
 from shoal.listener import listen, loopback
 from shoal.run import write_event
@@ -80,6 +81,27 @@ def launch(
         return _run(command, environments, folder, logs, nursery, units, grace, events=events).exit_code()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """The place of a machine among several, each with some ranks of one training.
+
+    Attributes:
+        name: What stands before the lines of its ranks.
+        number: Its number, from 0.
+        nodes: Number of machines.
+        first_rank: The first of its ranks.
+        ranks: Number of ranks on all machines.
+        master: Host and port of the store in which all ranks meet.
+    """
+
+    name: str
+    number: int
+    nodes: int
+    first_rank: int
+    ranks: int
+    master: tuple[str, int]
+
+
 def launch_on_node(
     command: Sequence[str],
     ranks: int,
@@ -104,18 +126,22 @@ def launch_on_node(
         grace: Seconds from a signal until the system ends this process; None if it does not.
     """
     with scratch_folder() as folder:
-        numbers = range(node.first_rank, node.first_rank + ranks)
-        environments = rank_environments(
-            str(folder), numbers, node.ranks, node.master[1], environment, nursery
-        )
-        for each in environments.values():
-            each.update(
-                GROUP_RANK=str(node.number), GROUP_WORLD_SIZE=str(node.nodes), MASTER_ADDR=node.master[0]
-            )
-            each.pop(TERMINAL, None)  # lines of several hosts are no place for a bar
-            if not environment.get("GLOO_SOCKET_IFNAME"):
-                del each["GLOO_SOCKET_IFNAME"]  # loopback, which other machines do not reach
-        return _run(command, environments, folder, logs, nursery, (), grace, node.name)
+        environments = node_environments(str(folder), ranks, node, environment, nursery)
+        return _run(command, environments, folder, logs, nursery, (), grace, Terminal(node.name))
+
+
+def node_environments(
+    folder: str, ranks: int, node: Node, environment: Mapping[str, str], nursery: Nursery | None
+) -> dict[int, dict[str, str]]:
+    """Return the environment of each rank of a node; see `rank_environments`."""
+    numbers = range(node.first_rank, node.first_rank + ranks)
+    environments = rank_environments(folder, numbers, node.ranks, node.master[1], environment, nursery)
+    for each in environments.values():
+        each.update(GROUP_RANK=str(node.number), GROUP_WORLD_SIZE=str(node.nodes), MASTER_ADDR=node.master[0])
+        each.pop(TERMINAL, None)  # lines of several hosts are no place for a bar
+        if not environment.get("GLOO_SOCKET_IFNAME"):
+            del each["GLOO_SOCKET_IFNAME"]  # loopback, which other machines do not reach
+    return environments
 
 
 def _run(
@@ -126,22 +152,31 @@ def _run(
     nursery: Nursery | None,
     units: Sequence[Collection[int]],
     grace: float | None,
-    host: str = "",
+    terminal: Terminal | None = None,
     events: Path | None = None,
 ) -> Ended:
     """Start ranks, wait until they have ended, and return how they did."""
-    with signals_noted() as signals, LocalRanks(command, environments, logs, nursery, host) as processes:
-        return _wait_for_end(processes, StopRequest(signals, grace), folder, units, events)
+    outputs = [terminal or Terminal()]
+    with signals_noted() as signals, LocalRanks(command, environments, logs, nursery, outputs) as processes:
+        return wait_for_end(processes, StopRequest(signals, grace), folder, units, events)
 
 
-def _wait_for_end(
-    processes: LocalRanks,
+def wait_for_end(
+    processes: Processes,
     stop: StopRequest,
     folder: Path,
-    units: Sequence[Collection[int]],
-    events: Path | None,
+    units: Sequence[Collection[int]] = (),
+    events: Path | None = None,
 ) -> Ended:
-    """Wait until all ranks have ended, or have been told to end and had the time for it."""
+    """Wait until all ranks have ended, or have been told to end and had the time for it.
+
+    Args:
+        processes: The ranks, which have started.
+        stop: The signals to this process.
+        folder: Where the ranks leave their outcomes.
+        units: See `launch`.
+        events: See `launch`.
+    """
     ranks = set(processes.running()) | processes.exit_codes().keys()
     lost: set[int] = set()
     asked = False
@@ -175,6 +210,7 @@ def _wait_for_end(
     if not stop.is_now:
         processes.signal(signal.SIGTERM)
         listen_for(processes, END)
+    processes.signal(signal.SIGKILL)
     processes.end()
     hangs = [HangVerdict.read(path) for path in sorted(folder.glob("verdict-*"))]
     return Ended(
@@ -199,7 +235,7 @@ def listen_for(processes: Processes, seconds: float) -> None:
         processes.listen(_LOOK)
 
 
-def _give_up(unit: Collection[int], processes: LocalRanks, folder: Path) -> None:
+def _give_up(unit: Collection[int], processes: Processes, folder: Path) -> None:
     """End what is left of a unit that has failed, and say why it did."""
     processes.signal(signal.SIGKILL, unit)
     listen_for(processes, _LOOK)

@@ -1,19 +1,26 @@
 """The ranks of several hosts, as the launcher sees them that leads the run.
 
+There is one launcher for several hosts. `shoal train --nodes` is started on each of them: one leads, and has
+ranks of its own (`hosts.py`); the others dial it, and may come and go (`follow.py`). `shoal launch ssh` and
+`ray` lead without ranks (`shoal/fleet/`): they start an agent on each host, whose stdin and stdout are the
+link (`agent.py`), and the hosts that there are at the beginning train.
+
 Each other host has a launcher that keeps a link to this one. Over it go, one JSON object each:
 
     to the host                                       from the host
       {"do": "stand by"}                                {"kind": "host", ...}               first of all
-      {"do": "begin", "numbers", "session", job...}     {"ended": {rank: [code, outcome]}}
+      {"do": "begin", "numbers", job...}                {"ended": {rank: [code, outcome]}, "hangs"}
       {"do": "start", "rank", "changes"}                {"stopped": [rank, ...]}
       {"do": "signal", "number", "ranks"}               {"leaves": true}
       {"do": "more"}                                    {"lines": [[rank, descriptor, text], ...]}
       {"do": "reach", "addresses": [[host, port], ...]} {"apart": [[host, port], ...]}
       {"do": "lost", "why"}                             {"closes": why}               before it closes
       {"do": "end", "code", "why"}                      {"lines": [...], "last": true}        last of all
+                                                        {"refuses": error}   it cannot do what it is to
       {} every second                                   {} every second
 
-Lines are what its ranks have printed; the next ones come after "more".
+Lines are what its ranks have printed; the next ones come after "more". "hangs" are the verdicts of ranks that
+waited too long.
 
 A host is gone if its link ends, or if nothing came for `SILENCE` seconds. Its session ends then: what its
 ranks still send to the store is refused, so that they cannot go on by themselves. It counts as ended only if
@@ -29,17 +36,18 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
 from shoal.channel import Channel
+from shoal.errors import CommunicationError, ShoalError
 from shoal.launch.host import BEAT, SILENCE, Gone, Host, end_of
 from shoal.launch.local_ranks import LocalRanks
 from shoal.launch.outcome import Outcome
 from shoal.launch.output import NamedLines, pass_on
-from shoal.launch.relay import Lines
 from shoal.submit import EXIT_STOPPED
+from shoal.values import decode
 
 _LAST = 2.0  # seconds for the last lines of other hosts, when the run has ended
 _FRESH = 3 * BEAT  # seconds since a host's last message in which it is known to be there
@@ -54,31 +62,41 @@ class LinkedHosts:
     else happens in the thread of the caller.
 
     Args:
-        own: The host of this process.
+        own: The host of this process; None if it has no ranks.
         least: Number of hosts with which the training goes on.
         most: Number of hosts that train at a time; others stand by.
         folder: Where outcomes of all ranks are put.
         job: What hosts are told when they begin; see `follow`.
         end_session: Told of each session that may use the store no longer.
+        show: Shows what a host's ranks print: gets the host, the bytes and the file descriptor.
+
+    Attributes:
+        least: As given.
+        waiting: The hosts that have come and have no ranks.
+        silent: The hosts that did not answer when the run had ended.
     """
 
     def __init__(
         self,
-        own: Host,
+        own: Host | None,
         least: int,
         most: int,
         folder: Path,
         job: Mapping[str, Any],
-        end_session: Callable[[str], object],
+        end_session: Callable[[str], object] = lambda session: None,
+        show: Callable[[Host, bytes, int], object] = lambda host, data, descriptor: pass_on(data, descriptor),
     ) -> None:
-        own.numbers, own.is_begun = range(own.ranks), True
         self._own, self._most, self._folder, self._job = own, most, folder, job
-        self._end_session = end_session
-        self._places: dict[int, Host] = {0: own}
-        self._waiting: list[Host] = []
+        self._end_session, self._show = end_session, show
+        self._places: dict[int, Host] = {}
+        if own is not None:
+            own.numbers, own.is_begun = range(own.ranks), True
+            self._places[0] = own
+        self.waiting: list[Host] = []
+        self.silent: list[Host] = []
         self._linked: tuple[Host, ...] = ()  # a new one at each change: another thread reads it
         self._codes: dict[int, int] = {}  # of ranks of other hosts
-        self._told: queue.Queue[tuple[Host, Mapping[str, Any] | Gone | None]] = queue.Queue()
+        self._told: queue.Queue[tuple[Host, Mapping[str, Any] | Gone]] = queue.Queue()
         self._voters, self._dead = 1, 0
         self._local: LocalRanks | None = None
         self._is_ended = threading.Event()
@@ -117,8 +135,8 @@ class LinkedHosts:
         while not self._told.empty():
             host, told = self._told.get()
             if isinstance(told, Mapping) and "lines" in told:
-                _show(host, told["lines"])
-                shown.append(host)
+                self._show_lines(host, told["lines"])
+                shown += [host] * host.is_begun  # what came before is not of its ranks
             else:
                 self._take(host, told)
         for host in shown:  # no sooner, so that hosts that print without end do not keep this going
@@ -134,7 +152,7 @@ class LinkedHosts:
 
     def start_again(self, rank: int, changes: Mapping[str, str]) -> None:
         """Start a rank that has ended once more."""
-        if self._local is not None and rank in self._own.numbers:
+        if self._local is not None and self._own is not None and rank in self._own.numbers:
             self._local.start_again(rank, changes)
             return
         self._codes.pop(rank, None)
@@ -145,6 +163,16 @@ class LinkedHosts:
     def begin(self, local: LocalRanks) -> None:
         """Take over the ranks of this host."""
         self._local = local
+
+    def begin_in_order(self, hosts: Sequence[Host], **job: Any) -> None:
+        """Start the ranks of hosts that wait, numbered in the order of the hosts."""
+        first = 0
+        for place, host in enumerate(hosts):
+            self.waiting.remove(host)
+            self._places[place], host.is_begun = host, True
+            host.numbers = range(first, first + host.ranks)
+            host.tell(do="begin", numbers=[first, first + host.ranks], place=place, hosts=len(hosts), **job)
+            first += host.ranks
 
     def start_new(self, after: int) -> Iterator[Host]:
         """Start the ranks of hosts that got a place; yield each host before.
@@ -168,7 +196,7 @@ class LinkedHosts:
     @property
     def has_spare(self) -> bool:
         """Whether a host stands by."""
-        return bool(self._waiting)
+        return bool(self.waiting)
 
     def leave(self, host: Host) -> None:
         """Ask the ranks of a host to leave; the host ends once they have, unless it is that of the store."""
@@ -232,10 +260,13 @@ class LinkedHosts:
         """Return whether a session may use the store."""
         return any(host.session == session for host in self.hosts)
 
-    def end(self, code: int, why: str) -> None:
-        """Tell all hosts that the run has ended, with which exit code, and why; show their last lines."""
+    def end(self, code: int = 0, why: str = "") -> None:
+        """Tell all hosts that the run has ended, with which exit code, and why; show their last lines.
+
+        A host that does not answer is lost if its ranks have not ended.
+        """
+        left = [] if self._is_ended.is_set() else list(self._linked)
         self._is_ended.set()
-        left = list(self._linked)
         for host in left:
             host.tell(do="end", code=code, why=why)
         until = time.monotonic() + _LAST
@@ -243,36 +274,47 @@ class LinkedHosts:
             while left:
                 host, told = self._told.get(timeout=max(0.0, until - time.monotonic()))
                 if isinstance(told, Mapping):
-                    _show(host, told.get("lines", []))
-                if host in left and (isinstance(told, Gone) or (told and "last" in told)):
+                    self._show_lines(host, told.get("lines", []))
+                if host in left and (isinstance(told, Gone) or "last" in told):
                     left.remove(host)
+                    if isinstance(told, Gone) and self._running(host):
+                        self._lose(host, told)
+        self.silent += left
+        for host in left:
+            if self._running(host):
+                self._lose(host, Gone("was lost: it does not answer", is_dead=False))
 
     def join(self, link: Channel, asked: Mapping[str, Any]) -> None:
-        """Take up a host, on the thread of its link, which listens to it until it is gone."""
-        address = str(link.socket.getpeername()[0])
-        host = Host(
-            link,
-            str(asked.get("name", "")),
-            address,
-            int(asked.get("ranks", 0)),
-            port=int(asked.get("port", 0)),
-            run=str(asked.get("run", "")),
-            version=str(asked.get("version", "an older one")),
-            settings=dict(asked.get("settings", {})),
-        )
-        link.limit(SILENCE)
+        """Take up a host that has dialled, on the thread of its link."""
+        self.hear(Host(link, "", str(link.socket.getpeername()[0])), asked)
+
+    def hear(self, host: Host, first: Mapping[str, Any] | None = None) -> None:
+        """Listen to a host until it is gone, on the thread of its link.
+
+        Args:
+            host: The host.
+            first: Its first message, if that was received.
+        """
+        assert host.link is not None
         closes = ""
-        self._told.put((host, None))
         try:
             while True:
-                message = link.receive()
+                message, first = first or host.link.receive(), None
                 host.heard = time.monotonic()
                 closes = str(message.get("closes", closes))
+                if "kind" in message:
+                    host.introduce(message)
+                    host.link.limit(SILENCE)
                 if message:
                     self._told.put((host, message))
         except OSError as error:
             self._told.put((host, end_of(host, error, closes)))
-        link.close()
+        host.link.close()
+
+    def say(self, host: Host, line: bytes, descriptor: int = 2) -> None:
+        """Show a line that a host has said, and not its ranks; from any thread."""
+        text = line.decode(errors="replace").removesuffix("\n")
+        self._told.put((host, {"lines": [(None, descriptor, text)]}))
 
     @property
     def _others(self) -> list[Host]:
@@ -281,11 +323,15 @@ class LinkedHosts:
     def _running(self, host: Host) -> list[int]:
         return [rank for rank in host.numbers if rank not in self._codes] if host.is_begun else []
 
-    def _take(self, host: Host, told: Mapping[str, Any] | Gone | None) -> None:
-        if told is None:
+    def _take(self, host: Host, told: Mapping[str, Any] | Gone) -> None:
+        if isinstance(told, Mapping) and "kind" in told:
             self._welcome(host)
-        elif host in self._waiting and isinstance(told, Gone):
-            self._waiting.remove(host)
+        elif isinstance(told, Mapping) and "refuses" in told:
+            error = decode(bytes.fromhex(told["refuses"]))
+            raise error if isinstance(error, ShoalError) else CommunicationError(f"{host} refuses: {error}")
+        elif not host.is_begun and isinstance(told, Gone):
+            host.gone = told
+            self.waiting = [each for each in self.waiting if each is not host]
             self._forget(host)
         elif host not in self._places.values():
             return  # it has ended, as it was told to
@@ -295,22 +341,22 @@ class LinkedHosts:
             self._note(host, told)
 
     def _welcome(self, host: Host) -> None:
-        if why := host.unlike(self._own):
+        if self._own is not None and (why := host.unlike(self._own)):
             print(f"shoal: {host} is refused: {why}", file=sys.stderr, flush=True)
             host.tell(do="end", code=2, why=why)
             return
-        self._waiting.append(host)
+        self.waiting.append(host)
         self._linked = (*self._linked, host)
         self._place()
-        if host in self._waiting:
+        if host in self.waiting and self._own is not None:
             host.tell(do="stand by")
             print(f"shoal: {host} stands by", file=sys.stderr, flush=True)
 
     def _place(self) -> None:
         """Give hosts that stand by the places that are free."""
         for place in range(self._most):
-            if self._waiting and place not in self._places:
-                host = self._places[place] = self._waiting.pop(0)
+            if self.waiting and place not in self._places:
+                host = self._places[place] = self.waiting.pop(0)
                 host.numbers = range(place * host.ranks, (place + 1) * host.ranks)
 
     def _note(self, host: Host, told: Mapping[str, Any]) -> None:
@@ -318,18 +364,21 @@ class LinkedHosts:
             if outcome is not None:
                 Outcome(**outcome).write(self._folder)
             self._codes[int(rank)] = int(code)
+        for name, verdict in told.get("hangs", {}).items():
+            (self._folder / Path(name).name).write_text(verdict)
         if "stopped" in told:
             host.stopped = [int(rank) for rank in told["stopped"]]
         if "apart" in told:
             host.apart = [(str(address), int(port)) for address, port in told["apart"]]
         if "leaves" in told:
             self.leave(host)
-        if host.is_leaving and not self._running(host):
+        if host.is_leaving and not self._running(host) and self._own is not None:
             host.tell(do="end", code=EXIT_STOPPED, why="its ranks have left")
             self._remove(host, is_dead=True)
 
     def _lose(self, host: Host, gone: Gone) -> None:
         """Count the ranks of a host as ended, as it is gone."""
+        host.gone = gone if self._running(host) else None
         for rank in self._running(host):
             Outcome(rank=rank, exit_code=1, error=f"{host} {gone.why}").write(self._folder)
             self._codes[rank] = _LOST
@@ -356,9 +405,7 @@ class LinkedHosts:
             for host in self._linked:
                 host.tell()
 
-
-def _show(host: Host, lines: Lines) -> None:
-    """Pass on lines of another host's ranks."""
-    for rank, descriptor, text in lines:
-        named = NamedLines(rank, overwrites=os.isatty(descriptor), host=host.name or host.address)
-        pass_on(named.take(text.encode() + b"\n"), descriptor)
+    def _show_lines(self, host: Host, lines: Sequence[tuple[int | None, int, str]]) -> None:
+        for rank, descriptor, text in lines:
+            named = NamedLines(rank, overwrites=os.isatty(descriptor), host=host.name or host.address)
+            self._show(host, named.take(text.encode() + b"\n"), descriptor)

@@ -17,8 +17,7 @@ from typing import Protocol, final
 
 from shoal.errors import CommunicationError, ConfigError
 from shoal.launch.nursery import ForkedRank, Nursery
-from shoal.launch.output import NamedLines, RankLog, pass_on
-from shoal.launch.relay import Relay
+from shoal.launch.output import Output, RankLog, Terminal
 from shoal.proc import process_state
 from shoal.signals import ANSWERED, withheld_from_children
 
@@ -35,6 +34,9 @@ class Processes(Protocol):
     def running(self) -> list[int]:
         """Return the ranks that have not ended."""
 
+    def exit_codes(self) -> dict[int, int]:
+        """Return the exit code of each rank that has ended; negative for the signal that ended it."""
+
     def stopped(self) -> list[int]:
         """Return the ranks whose processes are stopped."""
 
@@ -44,10 +46,13 @@ class Processes(Protocol):
     def listen(self, seconds: float) -> None:
         """Pass on the next output of ranks. Return when some was passed on, or after `seconds`."""
 
+    def end(self) -> None:
+        """Kill the ranks that are left, and pass on their last output."""
+
 
 @final
 class LocalRanks:
-    """Processes of ranks, whose output this process passes on. Leaving the context ends those that are left.
+    """Processes of ranks, whose output this process takes. Leaving the context ends those that are left.
 
     Each rank is a session of its own: Ctrl-C on the terminal reaches this process alone, which decides what
     the ranks are told. What a rank answers is sent to the rank alone; what ends or stops it, SIGKILL and
@@ -58,8 +63,7 @@ class LocalRanks:
         environments: The environment of each rank, by its number.
         logs: The directory in which the output is also kept; None to keep nothing.
         nursery: The Nursery that ranks are forked from; None to start a program for each.
-        host: This host's name, for lines of output, where there are several; empty if all ranks are here.
-        relay: Also takes the output, for the host that leads; None if no other host shows it.
+        outputs: What takes the output; by default the terminal of this process.
     """
 
     def __init__(
@@ -68,11 +72,9 @@ class LocalRanks:
         environments: Mapping[int, Mapping[str, str]],
         logs: Path | None,
         nursery: Nursery | None = None,
-        host: str = "",
-        relay: Relay | None = None,
+        outputs: Sequence[Output] = (),
     ) -> None:
-        self._host = host
-        self._relay = relay
+        self._takers = outputs or [Terminal()]
         self._command = command
         self._environments = environments
         self._nursery = nursery
@@ -157,11 +159,10 @@ class LocalRanks:
         for key, _ in self._outputs.select(seconds):
             data = os.read(key.fd, _AT_ONCE)
             if data:
-                descriptor, log, lines = key.data
+                descriptor, log = key.data
                 log.write(data)
-                if self._relay is not None:
-                    self._relay.add(log.rank, descriptor, data)
-                pass_on(lines.take(data), descriptor)
+                for taker in self._takers:
+                    taker.add(log.rank, descriptor, data)
             else:
                 self._close_output(key)
 
@@ -175,9 +176,8 @@ class LocalRanks:
             process = _start(self._command, environment, outputs, self._nursery)
         for descriptor, (reading, writing) in enumerate(pipes, start=1):
             os.close(writing)
-            lines = NamedLines(rank, overwrites=os.isatty(descriptor), host=self._host)
-            told = descriptor, self._logs[rank], lines
-            self._outputs.register(os.fdopen(reading, "rb"), selectors.EVENT_READ, told)
+            source = descriptor, self._logs[rank]
+            self._outputs.register(os.fdopen(reading, "rb"), selectors.EVENT_READ, source)
         return process
 
     def _do_without_lost_nursery(self) -> None:
@@ -189,10 +189,9 @@ class LocalRanks:
 
     def _close_output(self, key: selectors.SelectorKey) -> None:
         self._outputs.unregister(key.fileobj)
-        descriptor, log, lines = key.data
-        if self._relay is not None:
-            self._relay.end(log.rank, descriptor)
-        pass_on(lines.end(), descriptor)
+        descriptor, log = key.data
+        for taker in self._takers:
+            taker.end(log.rank, descriptor)
         assert not isinstance(key.fileobj, int)
         key.fileobj.close()  # type: ignore[attr-defined]
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TextIO, cast, final
+from typing import Any, Protocol, TextIO, cast, final
 
 _LONGEST = 1 << 20  # bytes of a line
 _OVERWRITE = b"\r\x1b[K"  # beginning of a line of progress that a terminal overwrites
@@ -64,13 +64,13 @@ class NamedLines:
     number.
 
     Args:
-        rank: The global rank.
+        rank: The global rank; None for what the host itself says.
         overwrites: Whether the stream is a terminal, on which rank 0 may have an unfinished line.
         host: The host's name where there are several; empty if there is one.
     """
 
-    def __init__(self, rank: int, *, overwrites: bool, host: str = "") -> None:
-        name = f"[{host} rank {rank}] " if host else f"[rank {rank}] "
+    def __init__(self, rank: int | None, *, overwrites: bool, host: str = "") -> None:
+        name = f"[{host}] " if rank is None else f"[{host} rank {rank}] " if host else f"[rank {rank}] "
         is_alone = rank == 0 and not host
         self._is_passed = is_alone and overwrites
         self._before = b"" if is_alone else (_OVERWRITE if overwrites else b"") + name.encode()
@@ -89,6 +89,41 @@ class NamedLines:
     def end(self) -> bytes:
         """Return the rest of the output, now that the rank writes no more."""
         return self.take(b"\n") if self._torn else b""
+
+
+class Output(Protocol):
+    """Takes what ranks write."""
+
+    def add(self, rank: int, descriptor: int, data: bytes) -> None:
+        """Take what a rank has written to a file descriptor."""
+
+    def end(self, rank: int, descriptor: int) -> None:
+        """Take note that a rank writes no more to a file descriptor."""
+
+
+@final
+class Terminal:
+    """Passes what ranks write on to the streams of this process.
+
+    Args:
+        host: The host's name where there are several; empty if there is one.
+    """
+
+    def __init__(self, host: str = "") -> None:
+        self._host = host
+        self._lines: dict[tuple[int, int], NamedLines] = {}
+
+    def add(self, rank: int, descriptor: int, data: bytes) -> None:
+        """Take what a rank has written to a file descriptor."""
+        if (rank, descriptor) not in self._lines:
+            lines = NamedLines(rank, overwrites=os.isatty(descriptor), host=self._host)
+            self._lines[rank, descriptor] = lines
+        pass_on(self._lines[rank, descriptor].take(data), descriptor)
+
+    def end(self, rank: int, descriptor: int) -> None:
+        """Take note that a rank writes no more to a file descriptor."""
+        if (lines := self._lines.pop((rank, descriptor), None)) is not None:
+            pass_on(lines.end(), descriptor)
 
 
 def pass_on(data: bytes, descriptor: int) -> None:

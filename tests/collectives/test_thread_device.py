@@ -27,13 +27,13 @@ from shoal.server.client import Servers
 PACKAGE = Path(shoal.__file__).parent
 
 WITHOUT_CUDA = {
+    "channel.py": "carries bytes, in a launcher",
     "checkpoint/files.py": "hashes and writes bytes",
     "checkpoint/reader.py": "hashes bytes",
     "collectives/hang_watch.py": "writes pulses, and reads what other processes wrote",
     "data/workers.py": "asks processes through pipes",
-    "fleet/channel.py": "reads the pipes of a program, in a launcher",
-    "fleet/ray_actors.py": "reads a pipe, in a launcher",
-    "launch/agent.py": "serves connections, in a launcher",
+    "fleet/agent.py": "reads a pipe of a program, in a launcher",
+    "fleet/attempt.py": "serves connections, in a launcher",
     "launch/follow.py": "serves connections, in a launcher",
     "launch/gate.py": "serves connections, in a launcher",
     "launch/linked_hosts.py": "serves connections, in a launcher",

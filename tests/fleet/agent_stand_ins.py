@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import json
 import signal
+import socket
+import threading
 from dataclasses import dataclass, field
 
-from shoal.fleet import AgentChannel, Event
-from shoal.launch import EXIT_STOPPED, Ended, Here, Node, Outcome, Task, from_line, to_line
+from shoal.channel import Channel
+from shoal.fleet import Agent
+from shoal.launch import EXIT_STOPPED, Outcome
 
-__all__ = ["DONE", "LOST", "UNREACHABLE", "WAITS", "Fails", "Network", "OldVersion", "Stops"]
+__all__ = ["DONE", "LOST", "SILENT", "UNREACHABLE", "WAITS", "Fails", "Network", "OldVersion", "Stops"]
 
-DONE, LOST, UNREACHABLE, WAITS = "done", "lost", "unreachable", "waits"
+DONE, LOST, SILENT, UNREACHABLE, WAITS = "done", "lost", "silent", "unreachable", "waits"
+STOPPING = {signal.SIGTERM, signal.SIGINT, signal.SIGKILL}
 
 
 @dataclass(frozen=True)
@@ -32,85 +39,96 @@ class OldVersion:
 class Stops:
     """The ranks save and end: this host was told to, or another one was."""
 
-    signal: str = ""
+    is_told: bool = False
 
 
 @dataclass
 class Network:
-    """What each host does in each attempt: by name, one after the other; the last one stays."""
+    """What each host does in each attempt: by name, one after the other; the last one stays.
+
+    Attributes:
+        jobs: What each agent was told first.
+        begun: What the hosts were told that began, by the secret of the attempt, and by name.
+    """
 
     does: dict[str, list[object]]
-    attempts: list[dict[str, Node]] = field(default_factory=list)
-    tasks: list[Task] = field(default_factory=list)
+    jobs: list[dict] = field(default_factory=list)
+    begun: dict[str, dict[str, dict]] = field(default_factory=dict)
 
-    def open_channel(self, host, told):
+    @property
+    def attempts(self):
+        """What the hosts of each attempt were told that began, by name, in their order."""
+        return [dict(sorted(each.items(), key=lambda told: told[1]["place"])) for each in self.begun.values()]
+
+    def start_agent(self, host, said):
         script = self.does[host.name]
-        return _Agent(host.name, script.pop(0) if len(script) > 1 else script[0], told, self)
+        return _Agent(host.name, script.pop(0) if len(script) > 1 else script[0], said, self)
 
-    def placed(self, name, node):
-        if node.number == 0:
-            self.attempts.append({})
-        self.attempts[-1][name] = node
+    def begins(self, name, told, secret):
+        self.begun.setdefault(secret, {})[name] = told
 
 
-class _Agent(AgentChannel):
-    def __init__(self, name, behaviour, told, network):
-        self._name, self._behaviour, self._told, self._network = name, behaviour, told, network
-        self._token = ""
-        self._node = None
+class _Agent(Agent):
+    def __init__(self, name, behaviour, said, network):
+        self._name, self._behaviour, self._said, self._network = name, behaviour, said, network
+        self.stream, self._there = socket.socketpair()
+        self._ranks = range(0)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
-    def send(self, line):
-        message = from_line(self._token, line)
-        if isinstance(message, Task):
-            self._begin(message)
-        elif isinstance(message, Node):
-            self._node = message
-            self._network.placed(self._name, message)
-            self._act()
-        elif message in (signal.SIGTERM.name, signal.SIGINT.name, "now") and self._behaviour == WAITS:
-            self._end(EXIT_STOPPED, signal=message)
-
-    def hang_up(self):
-        pass
+    def how_ended(self):
+        return "ssh ended with exit code 255"
 
     def close(self):
-        pass
+        with contextlib.suppress(OSError):
+            self.stream.shutdown(socket.SHUT_RDWR)
+        self._thread.join(120)
 
-    def _begin(self, task):
-        self._network.tasks.append(task)
-        self._token = task.token
+    def _run(self):
+        with contextlib.suppress(OSError), self._there:
+            self._serve()
+
+    def _serve(self):
+        with self._there.makefile("rb") as lines:
+            job = json.loads(lines.readline())
+        self._network.jobs.append(job)
         if self._behaviour == UNREACHABLE:
-            self._told(Event(self._name, "err", b"no route to host\n"))
-            self._told(Event(self._name, "ended", b"ssh ended with exit code 255"))
+            self._said(b"no route to host\n")
             return
+        self._there.sendall(b"welcome to this host\nand " + job["token"].encode())
+        self._link = Channel(self._there)
         version = "0" if isinstance(self._behaviour, OldVersion) else "1"
-        here = Here(version=version, ranks=task.ranks or 1, address="127.0.0.1", port=4000)
-        self._tell(here)
+        ranks = job["ranks"] or 1
+        self._link.send({"kind": "host", "version": version, "ranks": ranks, "store": ["127.0.0.1", 4000]})
+        while True:
+            told = self._link.receive()
+            if told.get("do") == "begin":
+                self._ranks = range(*told["numbers"])
+                self._network.begins(self._name, told, job["secret"])
+                self._link.send({"lines": [[self._ranks[0], 1, "begins"]]})
+                if self._behaviour == LOST:
+                    return
+                self._act()
+            elif told.get("do") == "signal" and self._behaviour == WAITS and told["number"] in STOPPING:
+                self._end(EXIT_STOPPED)
+            elif told.get("do") == "end" and self._behaviour != SILENT:
+                self._link.send({"lines": [], "last": True})
+                return
 
     def _act(self):
         does = self._behaviour
-        self._told(Event(self._name, "out", f"[{self._name} rank {self._node.first_rank}] begins\n".encode()))
         if does == DONE:
             self._end(0)
-        elif does == LOST:
-            self._told(Event(self._name, "ended", b"ssh ended with exit code 255"))
         elif isinstance(does, Stops):
-            self._end(EXIT_STOPPED, signal=does.signal)
+            if does.is_told:
+                self._link.send({"leaves": True})
+            self._end(EXIT_STOPPED)
         elif isinstance(does, Fails):
-            outcome = Outcome(
-                rank=self._node.first_rank,
-                exit_code=does.exit_code,
-                error=does.error,
-                in_collective=does.in_collective,
-                when=does.when,
-            )
-            codes = {self._node.first_rank: does.exit_code}
-            self._tell(Ended(ranks=(self._node.first_rank,), outcomes=[outcome], exit_codes=codes))
+            rank = self._ranks[0]
+            failed = Outcome(rank=rank, **dataclasses.asdict(does))
+            self._link.send({"ended": {str(rank): [does.exit_code, dataclasses.asdict(failed)]}})
 
-    def _end(self, code, signal=""):
-        rank = self._node.first_rank
-        outcomes = [Outcome(rank=rank, exit_code=code)]
-        self._tell(Ended(ranks=(rank,), outcomes=outcomes, exit_codes={rank: code}, signal=signal))
-
-    def _tell(self, value):
-        self._told(Event(self._name, "out", to_line(self._token, value)))
+    def _end(self, code):
+        outcomes = [Outcome(rank=rank, exit_code=code) for rank in self._ranks]
+        ended = {str(each.rank): [code, dataclasses.asdict(each)] for each in outcomes}
+        self._link.send({"ended": ended})

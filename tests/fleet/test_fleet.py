@@ -8,12 +8,12 @@ import threading
 import time
 
 import pytest
-from agent_stand_ins import DONE, LOST, UNREACHABLE, WAITS, Fails, Network, OldVersion, Stops
+from agent_stand_ins import DONE, LOST, SILENT, UNREACHABLE, WAITS, Fails, Network, OldVersion, Stops
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ClusterError, ConfigError, WorkerError
-from shoal.fleet import Event, Host, Policy, Work, train_on
+from shoal.fleet import Host, Policy, Work, train_on
 from shoal.launch import EXIT_STOPPED
 
 WORK = Work(words=("train",), folder="/", environment={"KEY": "secret"}, ranks=2)
@@ -21,11 +21,11 @@ WORK = Work(words=("train",), folder="/", environment={"KEY": "secret"}, ranks=2
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr("shoal.fleet.attempt._SETTLE", 0.1)
-    monkeypatch.setattr("shoal.fleet.attempt._NOW", 0.2)
-    monkeypatch.setattr("shoal.fleet.attempt._END", 1.0)
-    monkeypatch.setattr("shoal.fleet.fleet.ALONE", 0.0)
-    monkeypatch.setattr("shoal.fleet.fleet._ROOM", 0.0)
+    monkeypatch.setattr("shoal.launch.launcher.SETTLE", 0.1)
+    monkeypatch.setattr("shoal.launch.launcher.END", 1.0)
+    monkeypatch.setattr("shoal.launch.linked_hosts._LAST", 0.2)
+    monkeypatch.setattr("shoal.fleet.attempt.ALONE", 0.0)
+    monkeypatch.setattr("shoal.fleet.attempt._ROOM", 0.0)
 
 
 def train(does, *, least=2, most=2, restarts=3, strikes=2):
@@ -33,20 +33,28 @@ def train(does, *, least=2, most=2, restarts=3, strikes=2):
     network = Network({name: list(script) for name, script in does.items()})
     policy = Policy(least=least, most=most, restarts=restarts, pause=0.01, strikes=strikes)
     hosts = [Host(name) for name in does]
-    return network, train_on(lambda: hosts, WORK, policy, network.open_channel)
+    return network, train_on(lambda: hosts, WORK, policy, network.start_agent)
 
 
 def test_ranks_are_numbered_over_the_hosts_and_meet_at_the_first_one():
     network, code = train({"a": [DONE], "b": [DONE], "c": [DONE]}, most=3)
     assert code == 0
-    (nodes,) = network.attempts
-    assert [(node.number, node.first_rank, node.nodes, node.ranks) for node in nodes.values()] == [
-        (0, 0, 3, 6),
-        (1, 2, 3, 6),
-        (2, 4, 3, 6),
+    (told,) = network.attempts
+    assert [(host["place"], host["numbers"], host["hosts"], host["ranks"]) for host in told.values()] == [
+        (0, [0, 2], 3, 6),
+        (1, [2, 4], 3, 6),
+        (2, [4, 6], 3, 6),
     ]
-    assert {node.master for node in nodes.values()} == {("127.0.0.1", 4000)}
-    assert [task.opens_store for task in network.tasks] == [True, False, False]
+    assert all(host["store"] == ["127.0.0.1", 4000] for host in told.values())
+    assert {job["name"]: job["opens_store"] for job in network.jobs} == {"a": True, "b": False, "c": False}
+
+
+def test_hosts_may_have_unequal_numbers_of_ranks():
+    network = Network({"a": [DONE], "b": [DONE]})
+    hosts = [Host("a", ranks=3), Host("b")]
+    assert train_on(lambda: hosts, WORK, Policy(least=2, most=2), network.start_agent) == 0
+    (told,) = network.attempts
+    assert [(host["numbers"], host["ranks"]) for host in told.values()] == [([0, 3], 5), ([3, 5], 5)]
 
 
 def test_a_spare_host_takes_the_place_of_one_that_was_lost(capfd):
@@ -56,13 +64,29 @@ def test_a_spare_host_takes_the_place_of_one_that_was_lost(capfd):
     assert "host b was lost: ssh ended with exit code 255; started again" in capfd.readouterr().err
 
 
+def test_a_host_that_does_not_answer_after_a_failure_was_lost():
+    does = {"a": [Fails("CommunicationError: b is gone", in_collective=True)], "b": [SILENT]}
+    with pytest.raises(WorkerError) as caught:
+        train(does, restarts=0)
+    assert str(caught.value) == "rank 2 failed: host b was lost: it does not answer"
+
+
+def test_what_a_shell_prints_is_shown_with_the_hosts_name_before_it(capfd):
+    train({"a": [DONE], "b": [DONE]})
+    told = capfd.readouterr().out.splitlines()
+    assert sorted(told) == [
+        *("[a rank 0] begins", "[a] and ", "[a] welcome to this host"),
+        *("[b rank 2] begins", "[b] and ", "[b] welcome to this host"),
+    ]
+
+
 def test_a_host_that_is_not_reached_is_replaced_and_its_words_are_told(capfd):
     network, code = train({"a": [DONE], "b": [UNREACHABLE], "c": [DONE]})
     assert code == 0
     assert [list(attempt) for attempt in network.attempts] == [["a", "c"]]
-    first, second = capfd.readouterr().err.splitlines()[:2]
+    first, *others = capfd.readouterr().err.splitlines()
     assert first.startswith("shoal: rank 0 failed: host b did not start: ssh ended with exit code 255")
-    assert second == "[b] no route to host"
+    assert "[b] no route to host" in others
 
 
 def test_a_host_that_fails_often_is_left_out_until_too_few_are_left():
@@ -105,7 +129,7 @@ def test_hosts_with_another_version_are_refused():
 
 
 def test_a_host_that_alone_is_told_to_end_is_replaced():
-    does = {"a": [Stops("SIGTERM"), DONE], "b": [Stops(), DONE], "c": [DONE]}
+    does = {"a": [Stops(is_told=True), DONE], "b": [Stops(), DONE], "c": [DONE]}
     network, code = train(does)
     assert code == 0
     assert [list(attempt) for attempt in network.attempts] == [["a", "b"], ["b", "c"]]
@@ -128,14 +152,14 @@ def test_a_signal_that_takes_long_to_handle_does_not_stop_the_wait_for_hosts():
     network = Network({"a": [WAITS]})
     late = []
 
-    def open_channel(host, told):
-        late.append(threading.Timer(10, told, [Event(host.name, "ended", b"late")]))
+    def start_agent(host, said):
+        late.append(threading.Timer(10, said, [b"late"]))
         late[0].start()
-        return network.open_channel(host, told)
+        return network.start_agent(host, said)
 
     policy = Policy(least=1, most=1, restarts=0)
     try:
-        assert train_on(lambda: [Host("a")], WORK, policy, open_channel) == EXIT_STOPPED
+        assert train_on(lambda: [Host("a")], WORK, policy, start_agent) == EXIT_STOPPED
     finally:
         late[0].cancel()
         signal.signal(signal.SIGALRM, before)
@@ -146,14 +170,14 @@ def test_a_signal_during_the_pause_ends_with_the_failure():
     policy = Policy(least=1, most=1, restarts=3, pause=3600)
     network = Network({"a": [Fails("ValueError: a")]})
     with pytest.raises(WorkerError, match="ValueError: a"):
-        train_on(lambda: [Host("a")], WORK, policy, network.open_channel)
+        train_on(lambda: [Host("a")], WORK, policy, network.start_agent)
 
 
 class Interrupted(Network):
     """A signal comes while its hosts fail."""
 
-    def placed(self, name, node):
-        super().placed(name, node)
+    def begins(self, name, told, secret):
+        super().begins(name, told, secret)
         signal.raise_signal(signal.SIGINT)
 
 
@@ -161,7 +185,7 @@ def test_a_signal_during_a_failure_ends_the_training_too():
     policy = Policy(least=1, most=1, restarts=1, pause=0.01)
     network = Interrupted({"a": [Fails("ValueError: a")]})
     with pytest.raises(WorkerError, match="ValueError: a"):
-        train_on(lambda: [Host("a")], WORK, policy, network.open_channel)
+        train_on(lambda: [Host("a")], WORK, policy, network.start_agent)
     assert len(network.attempts) == 1
 
 
