@@ -55,8 +55,9 @@ class AgentProcess(Agent):
     def __init__(self, command: Sequence[str], said: Said) -> None:
         self.stream, there = socket.socketpair()
         with there, withheld_from_children():
+            pipe = there.fileno()
             self._process = subprocess.Popen(
-                command, stdin=there, stdout=there, stderr=subprocess.PIPE, start_new_session=True
+                command, stdin=pipe, stdout=pipe, stderr=subprocess.PIPE, start_new_session=True
             )
         self._name, self._said = command[0], said
         self._reader = threading.Thread(target=self._read, name="shoal-stderr", daemon=True)

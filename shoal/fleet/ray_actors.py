@@ -158,7 +158,7 @@ class _ActorAgent(Agent):
         self._ray.kill(self._actor)
 
     def _read(self) -> bytes:
-        data = None
+        data: bytes | None = None
         while data is None:
             try:
                 data, said = self._ray.get(self._actor.read.remote())

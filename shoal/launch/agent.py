@@ -33,7 +33,6 @@ from shoal.launch.stopping import signals_noted
 from shoal.limits import json_of
 from shoal.listener import loopback
 from shoal.release import release
-from shoal.scratch import scratch_folder
 from shoal.signals import take_signals
 from shoal.values import encode
 
@@ -60,7 +59,7 @@ def main() -> int:
     pass_on(token, pipes[1])
     try:
         _prepare(job)
-        with _shared(job["secret"]), open_nursery("shoal.train") as nursery, _link(*pipes) as link:
+        with open_nursery("shoal.train") as nursery, _link(*pipes) as link:
             return _follow(link, job, nursery)
     except ShoalError as error:
         with _link(*pipes) as link:
@@ -100,7 +99,11 @@ def _begin(
         ranks=told["ranks"],
         master=(str(told["store"][0]), int(told["store"][1])),
     )
-    environments = node_environments(str(folder), end - first, node, os.environ, nursery)
+    secret = folder / "secret"
+    secret.touch(mode=0o600)
+    secret.write_text(job["secret"])
+    environment = {**os.environ, SECRET_FILE: os.environ.get(SECRET_FILE) or str(secret)}
+    environments = node_environments(str(folder), end - first, node, environment, nursery)
     command = [sys.executable, "-m", "shoal", *job["words"]]
     logs = Path(job["logs"]) if job["logs"] else None
     return LocalRanks(command, environments, logs, nursery, [relay])
@@ -133,20 +136,6 @@ def _prepare(job: _Job) -> None:
             possible="a directory that every host has",
             change="give another --folder",
         ) from error
-
-
-@contextlib.contextmanager
-def _shared(secret: str) -> Iterator[None]:
-    """Let ranks find the secret of the store in a file that this user alone can read."""
-    if os.environ.get(SECRET_FILE):
-        yield
-        return
-    with scratch_folder() as folder:
-        file = folder / "secret"
-        file.touch(mode=0o600)
-        file.write_text(secret)
-        os.environ[SECRET_FILE] = str(file)
-        yield
 
 
 def ranks_here() -> int:

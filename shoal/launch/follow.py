@@ -241,6 +241,11 @@ class Following:
 
     def run(self, signals: list[signal.Signals]) -> int | OSError:
         """Follow; return the exit code that the other launcher tells, or how the link ended."""
+        ended = self._follow(signals)
+        self._tell(lines=self._relay.take_all(), last=True)
+        return ended
+
+    def _follow(self, signals: list[signal.Signals]) -> int | OSError:
         stop = StopRequest(signals, self._grace)
         self._link.limit(SILENCE)
         self._tell(kind="host", **self._about)
@@ -323,8 +328,6 @@ class Following:
         if self._ranks is not None:
             self._ranks.signal(signal.SIGTERM)
             listen_for(self._ranks, END)
-            self._ranks.end()
-            self._tell(lines=self._relay.take_all(), last=True)
         if why:
             print(f"shoal: the run has ended on this host: {why}", file=sys.stderr, flush=True)
         return code

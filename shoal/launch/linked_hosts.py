@@ -1,11 +1,15 @@
 """The ranks of several hosts, as the launcher sees them that leads the run.
 
-There is one launcher for several hosts. `shoal train --nodes` is started on each of them: one leads, and has
-ranks of its own (`hosts.py`); the others dial it, and may come and go (`follow.py`). `shoal launch ssh` and
-`ray` lead without ranks (`shoal/fleet/`): they start an agent on each host, whose stdin and stdout are the
-link (`agent.py`), and the hosts that there are at the beginning train.
+One launcher leads, and each other host has one that follows (`follow.py`) over a link to it. There are two
+ways to start them:
 
-Each other host has a launcher that keeps a link to this one. Over it go, one JSON object each:
+    shoal train --nodes       starts a launcher on each host. The one at the rendezvous leads, and has ranks
+                              too (`hosts.py`). The others dial it. They may come and go (`members.py`)
+    shoal launch ssh or ray   leads without ranks of its own (`shoal/fleet/`), and starts the others
+                              (`agent.py`), whose stdin and stdout are the links. The hosts of the beginning
+                              train to the end, as the ranks of one machine do (`launcher.wait_for_end`)
+
+Over a link go, one JSON object each:
 
     to the host                                       from the host
       {"do": "stand by"}                                {"kind": "host", ...}               first of all
@@ -16,7 +20,7 @@ Each other host has a launcher that keeps a link to this one. Over it go, one JS
       {"do": "reach", "addresses": [[host, port], ...]} {"apart": [[host, port], ...]}
       {"do": "lost", "why"}                             {"closes": why}               before it closes
       {"do": "end", "code", "why"}                      {"lines": [...], "last": true}        last of all
-                                                        {"refuses": error}   it cannot do what it is to
+                                                        {"refuses": error}            it cannot do that
       {} every second                                   {} every second
 
 Lines are what its ranks have printed; the next ones come after "more". "hangs" are the verdicts of ranks that
@@ -49,7 +53,7 @@ from shoal.launch.output import NamedLines, pass_on
 from shoal.submit import EXIT_STOPPED
 from shoal.values import decode
 
-_LAST = 2.0  # seconds for the last lines of other hosts, when the run has ended
+_LAST = 5.0  # seconds for the last lines of other hosts, when the run has ended
 _FRESH = 3 * BEAT  # seconds since a host's last message in which it is known to be there
 _LOST = -int(signal.SIGKILL)
 

@@ -14,9 +14,12 @@ from shoal.channel import Channel
 from shoal.fleet import Agent
 from shoal.launch import EXIT_STOPPED, Outcome
 
-__all__ = ["DONE", "LOST", "SILENT", "UNREACHABLE", "WAITS", "Fails", "Network", "OldVersion", "Stops"]
+__all__ = [
+    *("DONE", "LATE", "LOST", "SILENT", "UNREACHABLE", "WAITS"),
+    *("Fails", "Network", "OldVersion", "ReachedAt", "Stops"),
+]
 
-DONE, LOST, SILENT, UNREACHABLE, WAITS = "done", "lost", "silent", "unreachable", "waits"
+DONE, LATE, LOST, SILENT, UNREACHABLE, WAITS = "done", "late", "lost", "silent", "unreachable", "waits"
 STOPPING = {signal.SIGTERM, signal.SIGINT, signal.SIGKILL}
 
 
@@ -36,6 +39,13 @@ class OldVersion:
 
 
 @dataclass(frozen=True)
+class ReachedAt:
+    """Others reach the host at an address."""
+
+    address: str
+
+
+@dataclass(frozen=True)
 class Stops:
     """The ranks save and end: this host was told to, or another one was."""
 
@@ -49,11 +59,13 @@ class Network:
     Attributes:
         jobs: What each agent was told first.
         begun: What the hosts were told that began, by the secret of the attempt, and by name.
+        heard: Whether a host has heard that the launcher is there; a late one comes then.
     """
 
     does: dict[str, list[object]]
     jobs: list[dict] = field(default_factory=list)
     begun: dict[str, dict[str, dict]] = field(default_factory=dict)
+    heard: threading.Event = field(default_factory=threading.Event)
 
     @property
     def attempts(self):
@@ -95,14 +107,19 @@ class _Agent(Agent):
         if self._behaviour == UNREACHABLE:
             self._said(b"no route to host\n")
             return
+        if self._behaviour == LATE:
+            assert self._network.heard.wait(120)
         self._there.sendall(b"welcome to this host\nand " + job["token"].encode())
         self._link = Channel(self._there)
         version = "0" if isinstance(self._behaviour, OldVersion) else "1"
         ranks = job["ranks"] or 1
-        self._link.send({"kind": "host", "version": version, "ranks": ranks, "store": ["127.0.0.1", 4000]})
+        address = self._behaviour.address if isinstance(self._behaviour, ReachedAt) else "127.0.0.1"
+        self._link.send({"kind": "host", "version": version, "ranks": ranks, "store": [address, 4000]})
         while True:
             told = self._link.receive()
-            if told.get("do") == "begin":
+            if not told:
+                self._network.heard.set()
+            elif told.get("do") == "begin":
                 self._ranks = range(*told["numbers"])
                 self._network.begins(self._name, told, job["secret"])
                 self._link.send({"lines": [[self._ranks[0], 1, "begins"]]})
@@ -117,7 +134,7 @@ class _Agent(Agent):
 
     def _act(self):
         does = self._behaviour
-        if does == DONE:
+        if does in (DONE, LATE):
             self._end(0)
         elif isinstance(does, Stops):
             if does.is_told:

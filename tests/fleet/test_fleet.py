@@ -8,7 +8,19 @@ import threading
 import time
 
 import pytest
-from agent_stand_ins import DONE, LOST, SILENT, UNREACHABLE, WAITS, Fails, Network, OldVersion, Stops
+from agent_stand_ins import (
+    DONE,
+    LATE,
+    LOST,
+    SILENT,
+    UNREACHABLE,
+    WAITS,
+    Fails,
+    Network,
+    OldVersion,
+    ReachedAt,
+    Stops,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -126,6 +138,15 @@ def test_what_cannot_get_better_is_not_started_again(code):
 def test_hosts_with_another_version_are_refused():
     with pytest.raises(ConfigError, match="b has Shoal 0, and a has 1"):
         train({"a": [DONE], "b": [OldVersion()]})
+
+
+def test_ranks_are_not_to_meet_where_the_first_host_alone_reaches():
+    with pytest.raises(ConfigError, match=r"the ranks would meet at 127.0.0.1, which only a reaches"):
+        train({"a": [DONE], "b": [ReachedAt("10.0.0.2")]})
+
+
+def test_a_host_that_waits_for_another_hears_that_the_launcher_is_there():
+    assert train({"a": [DONE], "b": [LATE]})[1] == 0
 
 
 def test_a_host_that_alone_is_told_to_end_is_replaced():
