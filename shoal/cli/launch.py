@@ -152,12 +152,12 @@ def _run_local(args: argparse.Namespace) -> int:
 
 def _run_ssh(args: argparse.Namespace) -> int:
     from shoal.fleet import (
-        AgentProcess,
         Host,
         agent_command,
         parse_hosts,
         read_hosts,
         ssh_command,
+        start_program,
         train_on,
     )
 
@@ -174,7 +174,7 @@ def _run_ssh(args: argparse.Namespace) -> int:
             print(shlex.join(on(host)) + spare)
         _print_work(args, work.words)
         return 0
-    return train_on(lambda: hosts, work, policy, lambda host, said: AgentProcess(on(host), said))
+    return train_on(lambda: hosts, work, policy, lambda host, said: start_program(on(host), said))
 
 
 def _run_ray(args: argparse.Namespace) -> int:

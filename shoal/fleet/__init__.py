@@ -6,7 +6,7 @@ which hosts are left out). `shoal launch ssh` and `shoal launch ray` call `train
 the agents tell each other stands in `shoal.launch.linked_hosts`.
 """
 
-from shoal.fleet.agent import Agent, AgentProcess
+from shoal.fleet.agent import Agent, start_program
 from shoal.fleet.attempt import Attempt, Work
 from shoal.fleet.fleet import Policy, train_on
 from shoal.fleet.hosts import Host, parse_hosts, read_hosts
@@ -15,7 +15,6 @@ from shoal.fleet.ssh import agent_command, ssh_command
 
 __all__ = [
     "Agent",
-    "AgentProcess",
     "Attempt",
     "Host",
     "Policy",
@@ -25,5 +24,6 @@ __all__ = [
     "parse_hosts",
     "read_hosts",
     "ssh_command",
+    "start_program",
     "train_on",
 ]

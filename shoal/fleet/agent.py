@@ -6,8 +6,8 @@ import contextlib
 import socket
 import subprocess
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import final
 
 from shoal.fleet.hosts import Host
@@ -15,35 +15,32 @@ from shoal.signals import withheld_from_children
 
 _ENDS = 5.0  # seconds for a program to end that has closed its output
 
-Said = Callable[[bytes], object]
-"""Told of each line that a host says on stderr, from any thread."""
 
-
-class Agent(ABC):
+@final
+@dataclass(frozen=True, slots=True)
+class Agent:
     """`python -m shoal.launch` on a host: the launcher of this host's ranks.
 
     Attributes:
         stream: Its stdin and stdout.
+        how_ended: Returns how it ended, once its output has.
+        close: Ends the connection, whatever becomes of the agent.
     """
 
     stream: socket.socket
+    how_ended: Callable[[], str]
+    close: Callable[[], object]
 
-    @abstractmethod
-    def how_ended(self) -> str:
-        """Return how it ended, once its output has."""
 
-    @abstractmethod
-    def close(self) -> None:
-        """End the connection, whatever becomes of the agent."""
-
+Said = Callable[[bytes], object]
+"""Told of each line that a host says on stderr, from any thread."""
 
 StartAgent = Callable[[Host, Said], Agent]
 """Starts an agent on a host."""
 
 
-@final
-class AgentProcess(Agent):
-    """An agent that a program of this host leads to, such as ssh.
+def start_program(command: Sequence[str], said: Said) -> Agent:
+    """Start an agent by a program of this host, such as ssh.
 
     The program is a session of its own: Ctrl-C on the terminal reaches the fleet alone, which decides.
 
@@ -51,36 +48,33 @@ class AgentProcess(Agent):
         command: The program and its arguments.
         said: Told of each line of its stderr.
     """
+    here, there = socket.socketpair()
+    with there, withheld_from_children():
+        pipe = there.fileno()
+        process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=subprocess.PIPE, start_new_session=True
+        )
 
-    def __init__(self, command: Sequence[str], said: Said) -> None:
-        self.stream, there = socket.socketpair()
-        with there, withheld_from_children():
-            pipe = there.fileno()
-            self._process = subprocess.Popen(
-                command, stdin=pipe, stdout=pipe, stderr=subprocess.PIPE, start_new_session=True
-            )
-        self._name, self._said = command[0], said
-        self._reader = threading.Thread(target=self._read, name="shoal-stderr", daemon=True)
-        self._reader.start()
-
-    def how_ended(self) -> str:
-        """Return how it ended, once its output has."""
-        try:
-            code = self._process.wait(_ENDS)
-        except subprocess.TimeoutExpired:
-            return f"{self._name} has closed its output"
-        self._reader.join(_ENDS)
-        return f"{self._name} ended with exit code {code}"
-
-    def close(self) -> None:
-        """End the program."""
-        with contextlib.suppress(OSError):
-            self.stream.shutdown(socket.SHUT_RDWR)
-        self._process.kill()
-        self._process.wait()
-
-    def _read(self) -> None:
-        assert self._process.stderr is not None
-        with self._process.stderr as stream:
+    def read() -> None:
+        assert process.stderr is not None
+        with process.stderr as stream:
             for line in stream:
-                self._said(line)
+                said(line)
+
+    def how_ended() -> str:
+        try:
+            code = process.wait(_ENDS)
+        except subprocess.TimeoutExpired:
+            return f"{command[0]} has closed its output"
+        reader.join(_ENDS)
+        return f"{command[0]} ended with exit code {code}"
+
+    def close() -> None:
+        with contextlib.suppress(OSError):
+            here.shutdown(socket.SHUT_RDWR)
+        process.kill()
+        process.wait()
+
+    reader = threading.Thread(target=read, name="shoal-stderr", daemon=True)
+    reader.start()
+    return Agent(here, how_ended, close)

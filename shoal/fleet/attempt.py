@@ -7,7 +7,6 @@ import ipaddress
 import json
 import secrets
 import signal
-import sys
 import threading
 import time
 from collections import deque
@@ -82,7 +81,7 @@ class Attempt:
         start_agent: StartAgent,
         signals: list[signal.Signals],
     ) -> None:
-        self._stop = StopRequest(signals, work.grace, _tell_of_stop, _refuse_to_pause)
+        self._stop = StopRequest(signals, work.grace, are_away=True)
         self._held: deque[tuple[bytes, int]] = deque(maxlen=_HELD)
         self._hosts: list[LinkedHost] = []
         self.failed: set[str] = set()
@@ -236,15 +235,6 @@ def _lines_before(token: bytes, agent: Agent) -> Iterator[bytes]:
             line = b""
     if rest := line.removesuffix(token):
         yield rest
-
-
-def _tell_of_stop(number: signal.Signals) -> None:
-    text = f"shoal: {number.name}: the ranks finish their step and save; Ctrl-C ends them at once"
-    print(text, file=sys.stderr, flush=True)
-
-
-def _refuse_to_pause(_: object) -> None:
-    print("shoal: Ctrl-Z does not stop a training on several hosts", file=sys.stderr)
 
 
 def _is_loopback(address: str) -> bool:

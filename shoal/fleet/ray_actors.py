@@ -17,7 +17,7 @@ from typing import Any, final
 
 from shoal.channel import carried
 from shoal.errors import ClusterError, MissingExtraError
-from shoal.fleet.agent import Agent, AgentProcess, Said
+from shoal.fleet.agent import Agent, Said, start_program
 from shoal.fleet.hosts import Host
 
 _CONNECT = 10.0  # seconds for a cluster to answer
@@ -76,7 +76,7 @@ class RayCluster:
             "max_concurrency": _CALLS,
             "scheduling_strategy": strategy,
         }
-        return _ActorAgent(self._ray, self._ray.remote(_AgentActor).options(**options).remote(), said)
+        return _agent_of(self._ray, self._ray.remote(_AgentActor).options(**options).remote(), said)
 
     def _nodes(self) -> Mapping[str, Mapping[str, Any]]:
         """The nodes by name: that of the host, with some of the node's id where it is not the only one."""
@@ -93,7 +93,8 @@ class _AgentActor:
 
     def __init__(self) -> None:
         self._said: deque[bytes] = deque()
-        self._agent = AgentProcess([sys.executable, "-m", "shoal.launch"], self._said.append)
+        self._ended = ""
+        self._agent = start_program([sys.executable, "-m", "shoal.launch"], self._said.append)
 
     def read(self) -> tuple[bytes | None, Sequence[bytes]]:
         """Return what comes from the agent within a moment, b"" at the end, and lines of its stderr."""
@@ -102,6 +103,7 @@ class _AgentActor:
             data = b""
             with contextlib.suppress(OSError):
                 data = self._agent.stream.recv(_AT_ONCE)
+            self._ended = "" if data else self._agent.how_ended()
         return data, [self._said.popleft() for _ in range(len(self._said))]
 
     def send(self, data: bytes) -> None:
@@ -109,9 +111,9 @@ class _AgentActor:
         with contextlib.suppress(OSError):
             self._agent.stream.sendall(data)
 
-    def how_ended(self) -> tuple[str, Sequence[bytes]]:
-        """Return how the agent ended, and the last lines of its stderr."""
-        return self._agent.how_ended(), list(self._said)
+    def how_ended(self) -> str:
+        """Return how the agent ended, once its output has."""
+        return self._ended
 
 
 def _require_reachable(address: str) -> None:
@@ -133,41 +135,34 @@ def _no_cluster(address: str, reason: str) -> ClusterError:
     )
 
 
-@final
-class _ActorAgent(Agent):
-    """The agent that an actor holds."""
+def _agent_of(ray: Any, actor: Any, said: Said) -> Agent:
+    """Return the agent that an actor holds."""
+    lost = ray.exceptions.RayError
 
-    def __init__(self, ray: Any, actor: Any, said: Said) -> None:
-        self._ray, self._actor, self._said = ray, actor, said
-        self._carries = contextlib.ExitStack()
-        self.stream = self._carries.enter_context(carried(self._read, self._write))
-
-    def how_ended(self) -> str:
-        """Return how it ended, once its output has."""
-        try:
-            how, said = self._ray.get(self._actor.how_ended.remote())
-        except self._ray.exceptions.RayError as error:
-            return f"its actor is gone: {str(error).splitlines()[0]}"
-        for line in said:
-            self._said(line)
-        return str(how)
-
-    def close(self) -> None:
-        """End the actor."""
-        self._carries.close()
-        self._ray.kill(self._actor)
-
-    def _read(self) -> bytes:
+    def read() -> bytes:
         data: bytes | None = None
         while data is None:
             try:
-                data, said = self._ray.get(self._actor.read.remote())
-            except self._ray.exceptions.RayError:
+                data, lines = ray.get(actor.read.remote())
+            except lost:
                 return b""
-            for line in said:
-                self._said(line)
+            for line in lines:
+                said(line)
         return data
 
-    def _write(self, data: bytes) -> None:
-        with contextlib.suppress(self._ray.exceptions.RayError):
-            self._ray.get(self._actor.send.remote(data))  # or the next call might overtake this one
+    def write(data: bytes) -> None:
+        with contextlib.suppress(lost):
+            ray.get(actor.send.remote(data))  # or the next call might overtake this one
+
+    def how_ended() -> str:
+        try:
+            return str(ray.get(actor.how_ended.remote()))
+        except lost as error:
+            return f"its actor is gone: {str(error).splitlines()[0]}"
+
+    def close() -> None:
+        carries.close()
+        ray.kill(actor)
+
+    carries = contextlib.ExitStack()
+    return Agent(carries.enter_context(carried(read, write)), how_ended, close)

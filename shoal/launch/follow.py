@@ -69,20 +69,22 @@ def follow(
     """
     follower = _Follower(meeting, module, environment, memory, nursery)
     at = f"{meeting.address[0]}:{meeting.address[1]}"
-    waiting = _Waiting(f"the host that leads, at {at}")
+    waits, said = f"waits for the host that leads, at {at}, up to {WAIT:g} s:", set[str]()
     why = "nothing listens there"
     since = time.monotonic()
     with signals_noted() as signals:
         while time.monotonic() - since < WAIT and not signals:
             if not meeting.token.exists():
-                waiting.say(f"there is no {meeting.token}: it makes this file; copy it to this host")
+                _say_once(
+                    said, f"{waits} there is no {meeting.token}: it makes this file; copy it to this host"
+                )
                 time.sleep(_PAUSE)
                 continue
             token = read_token(meeting.token)
             try:
                 link = dial(meeting.address, token, LAUNCHER)
             except ChannelBusyError:  # it prepares the data, which may take long
-                waiting.say("it is there, and prepares its data")
+                _say_once(said, f"{waits} it is there, and prepares its data")
                 since = time.monotonic()
                 continue
             except (ChannelRefusedError, ChannelStrangerError):
@@ -93,10 +95,10 @@ def follow(
                 ) from None
             except OSError as error:
                 why = str(error) if why == "nothing listens there" else why
-                waiting.say(str(error))
+                _say_once(said, f"{waits} {error}")
                 time.sleep(_PAUSE)
                 continue
-            waiting.is_over()
+            said.clear()  # a later wait is another one
             ended = follower.follow(link, token, signals)
             if isinstance(ended, int):
                 return ended
@@ -113,23 +115,10 @@ def follow(
     )
 
 
-@final
-class _Waiting:
-    """Says what this host waits for, once for each reason."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._said: set[str] = set()
-
-    def say(self, why: str) -> None:
-        """Say why it waits, unless that was said."""
-        if why not in self._said:
-            print(f"shoal: waits for {self._what}, up to {WAIT:g} s: {why}", file=sys.stderr, flush=True)
-        self._said.add(why)
-
-    def is_over(self) -> None:
-        """Forget what was said: a later wait is another one."""
-        self._said.clear()
+def _say_once(said: set[str], text: str) -> None:
+    if text not in said:
+        print(f"shoal: {text}", file=sys.stderr, flush=True)
+    said.add(text)
 
 
 @final

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 from typing import final
 
@@ -26,35 +26,18 @@ _OF_GRACE = 0.95  # share of the grace that ranks have; the rest is for this pro
 _NOW = 0.5  # seconds for ranks to end after the second Ctrl-C
 
 
-def stop_until_continued(processes: Processes) -> None:
-    """Stop the ranks and this process after Ctrl-Z; they continue together.
-
-    The clocks of collectives go on meanwhile.
-    """
-    print(
-        "shoal: stopped. Continue (fg) sooner than `timeout`, 600 s by default: after that the ranks give "
-        "each other up, and the run goes on from its last checkpoint with --resume",
-        file=sys.stderr,
-        flush=True,
-    )
-    processes.signal(signal.SIGSTOP)
-    os.kill(os.getpid(), signal.SIGSTOP)
-    processes.signal(signal.SIGCONT)
-
-
 @final
 class StopRequest:
     """Passes signals on to ranks, and knows whether and by when they must have ended.
 
     SIGTERM, Ctrl-C, SIGUSR1 and a terminal that closes ask the ranks to finish their step and save. Ctrl-C
-    after any of them means now; after another Ctrl-C from `SAME` seconds on. Ctrl-Z pauses the ranks. SIGUSR2
-    asks for a profile.
+    after any of them means now; after another Ctrl-C from `SAME` seconds on. Ctrl-Z stops the ranks with this
+    process if all are on this host. SIGUSR2 asks for a profile.
 
     Args:
         signals: The signals that came, to which `signals_noted` appends.
         grace: Seconds after which the system ends this process; None if it does not.
-        told: Told of the first signal that asks to end.
-        pause: What Ctrl-Z does.
+        are_away: Whether no rank is on this host; then the first signal is answered here too.
 
     Attributes:
         signal: The first signal that asked to end; None if none did.
@@ -63,13 +46,9 @@ class StopRequest:
     """
 
     def __init__(
-        self,
-        signals: list[signal.Signals],
-        grace: float | None = None,
-        told: Callable[[signal.Signals], object] = lambda number: None,
-        pause: Callable[[Processes], object] = stop_until_continued,
+        self, signals: list[signal.Signals], grace: float | None = None, *, are_away: bool = False
     ) -> None:
-        self._signals, self._told, self._pause = signals, told, pause
+        self._signals, self._are_away = signals, are_away
         self._seconds = SAVE if grace is None else _OF_GRACE * grace
         self.signal: signal.Signals | None = None
         self.deadline = math.inf
@@ -86,7 +65,10 @@ class StopRequest:
         while self._signals:
             number = self._signals.pop(0)
             if number == signal.SIGTSTP:
-                self._pause(processes)
+                if self._are_away:
+                    _say("Ctrl-Z does not stop a training on several hosts")
+                else:
+                    _stop_until_continued(processes)
                 continue
             if number == signal.SIGUSR2:  # a profile is asked for
                 processes.signal(number)
@@ -97,10 +79,29 @@ class StopRequest:
                 now = time.monotonic()
                 self.signal, self.deadline = number, now + self._seconds
                 self._same_until = now + SAME if number == signal.SIGINT else now
-                self._told(number)
+                if self._are_away:
+                    _say(f"{number.name}: the ranks finish their step and save; Ctrl-C ends them at once")
             elif number == signal.SIGINT and time.monotonic() >= self._same_until:
                 # Ranks in native code do not notice it, so this process must not wait for them.
                 self.is_now, self.deadline = True, min(self.deadline, time.monotonic() + _NOW)
+
+
+def _stop_until_continued(processes: Processes) -> None:
+    """Stop the ranks and this process after Ctrl-Z; they continue together.
+
+    The clocks of collectives go on meanwhile.
+    """
+    _say(
+        "stopped. Continue (fg) sooner than `timeout`, 600 s by default: after that the ranks give "
+        "each other up, and the run goes on from its last checkpoint with --resume"
+    )
+    processes.signal(signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    processes.signal(signal.SIGCONT)
+
+
+def _say(text: str) -> None:
+    print(f"shoal: {text}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

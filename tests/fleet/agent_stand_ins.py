@@ -74,22 +74,21 @@ class Network:
 
     def start_agent(self, host, said):
         script = self.does[host.name]
-        return _Agent(host.name, script.pop(0) if len(script) > 1 else script[0], said, self)
+        does = script.pop(0) if len(script) > 1 else script[0]
+        agent = _Agent(host.name, does, said, self)
+        return Agent(agent.stream, lambda: "ssh ended with exit code 255", agent.close)
 
     def begins(self, name, told, secret):
         self.begun.setdefault(secret, {})[name] = told
 
 
-class _Agent(Agent):
+class _Agent:
     def __init__(self, name, behaviour, said, network):
         self._name, self._behaviour, self._said, self._network = name, behaviour, said, network
         self.stream, self._there = socket.socketpair()
         self._ranks = range(0)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-
-    def how_ended(self):
-        return "ssh ended with exit code 255"
 
     def close(self):
         with contextlib.suppress(OSError):

@@ -9,7 +9,7 @@ import pytest
 
 from shoal.checkpoint import checkpoints, step_of
 from shoal.errors import ConfigError
-from shoal.fleet import AgentProcess, Host, Policy, Work, train_on
+from shoal.fleet import Host, Policy, Work, start_program, train_on
 from shoal.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -35,7 +35,7 @@ def test_agents_train_together_and_keep_each_ranks_output(tiny_run, tmp_path, ca
     hosts = [Host("one", address="127.0.0.1"), Host("two", address="127.0.0.1")]
     policy = Policy(least=2, most=2)
     shell = ["sh", "-c", 'echo welcome; printf "no end"; exec "$@"', "sh", *AGENT]
-    assert train_on(lambda: hosts, work, policy, lambda host, said: AgentProcess(shell, said)) == 0
+    assert train_on(lambda: hosts, work, policy, lambda host, said: start_program(shell, said)) == 0
     run = Run.open(tmp_path / "run")
     assert run.description["world_size"] == 2
     assert step_of(checkpoints(run.checkpoints)[0]) == 3
@@ -58,4 +58,4 @@ def test_what_cannot_work_on_a_host_is_told_as_what_was_given_there(tmp_path):
     work = Work(words=["train"], folder=str(tmp_path / "nowhere"))
     hosts, policy = [Host("one")], Policy(least=1, most=1, restarts=3)
     with pytest.raises(ConfigError, match="nowhere cannot be entered on one: No such file or directory"):
-        train_on(lambda: hosts, work, policy, lambda host, said: AgentProcess(AGENT, said))
+        train_on(lambda: hosts, work, policy, lambda host, said: start_program(AGENT, said))

@@ -55,3 +55,15 @@ def test_ctrl_z_stops_all_until_they_continue_and_tells_how_long_that_may_be(mon
     assert (processes.sent, stopped) == ([signal.SIGSTOP, signal.SIGCONT], [signal.SIGSTOP])
     assert "sooner than `timeout`" in capsys.readouterr().err
     assert stop.signal is None
+
+
+def test_ctrl_z_stops_nothing_where_the_ranks_are_on_other_hosts_and_a_signal_is_answered(capsys):
+    processes, signals = Processes(), [signal.SIGTSTP]
+    stop = StopRequest(signals, are_away=True)
+    stop.pass_on(processes)
+    assert (processes.sent, stop.signal) == ([], None)
+    assert "Ctrl-Z does not stop a training on several hosts" in capsys.readouterr().err
+    signals.append(INT)
+    stop.pass_on(processes)
+    assert (processes.sent, stop.signal) == ([INT], INT)
+    assert "SIGINT: the ranks finish their step and save" in capsys.readouterr().err
