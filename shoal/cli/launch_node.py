@@ -76,22 +76,16 @@ def _start(
     grace: float | None,
     may_fork: bool,
 ) -> int:
-    from shoal.launch import Node, launch_on_node, open_nursery, open_store, ranks_here
+    from shoal.launch import launch_on_node, open_nursery, open_store, ranks_here
 
     with open_nursery("shoal.train") if may_fork else nullcontext() as nursery:
         store = open_store("", master[1]) if number == 0 else None
         ranks = given or ranks_here()
-        node = Node(
-            name=os.environ.get("HOSTNAME") or f"host {number}",
-            number=number,
-            nodes=nodes,
-            first_rank=number * ranks,
-            ranks=nodes * ranks,
-            master=master,
-        )
-        code = launch_on_node(command, ranks, node, nursery=nursery, grace=grace).exit_code()
+        numbers, name = range(number * ranks, (number + 1) * ranks), os.environ.get("HOSTNAME")
+        host = name or f"host {number}"
+        ended = launch_on_node(command, numbers, nodes * ranks, master, host, nursery=nursery, grace=grace)
         del store  # which the ranks of all hosts need until they have ended
-        return code
+        return ended.exit_code()
 
 
 def _number(given: str | None, option: str, least: int) -> int:

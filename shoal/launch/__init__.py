@@ -13,7 +13,7 @@ from shoal.launch.elastic import Elasticity, launch_elastic
 from shoal.launch.follow import follow
 from shoal.launch.hosts import Meeting, lead, open_meeting
 from shoal.launch.kernel import process_age
-from shoal.launch.launcher import TERMINAL, Node, launch, launch_on_node, open_store
+from shoal.launch.launcher import TERMINAL, launch, launch_on_node, open_store
 from shoal.launch.membership import PEER, Membership
 from shoal.launch.memory_files import MANIFEST, Held, Peer, held_in, is_there
 from shoal.launch.nursery import Nursery, has_accelerators, open_nursery
@@ -38,7 +38,6 @@ __all__ = [
     "Held",
     "Meeting",
     "Membership",
-    "Node",
     "Nursery",
     "Outcome",
     "Peer",

@@ -24,7 +24,7 @@ from shoal.channel import Channel, carried
 from shoal.collectives.secret_file import SECRET_FILE
 from shoal.errors import ConfigError, ShoalError
 from shoal.launch.follow import Following
-from shoal.launch.launcher import Node, node_environments, open_store
+from shoal.launch.launcher import open_store, rank_environments
 from shoal.launch.local_ranks import LocalRanks
 from shoal.launch.nursery import Nursery, open_nursery
 from shoal.launch.output import pass_on
@@ -90,20 +90,14 @@ def _begin(
     job: _Job, nursery: Nursery | None, told: _Job, folder: Path, relay: Relay, _: contextlib.ExitStack
 ) -> LocalRanks:
     """Return the ranks of this host, which have started."""
-    first, end = told["numbers"]
-    node = Node(
-        name="",
-        number=told["place"],
-        nodes=told["hosts"],
-        first_rank=first,
-        ranks=told["ranks"],
-        master=(str(told["store"][0]), int(told["store"][1])),
-    )
     secret = folder / "secret"
     secret.touch(mode=0o600)
     secret.write_text(job["secret"])
     environment = {**os.environ, SECRET_FILE: os.environ.get(SECRET_FILE) or str(secret)}
-    environments = node_environments(str(folder), end - first, node, environment, nursery)
+    (address, port), (place, hosts), numbers = told["store"], told["place"], range(*told["numbers"])
+    environments = rank_environments(
+        str(folder), numbers, told["ranks"], (address, port), environment, nursery, (place, hosts)
+    )
     command = [sys.executable, "-m", "shoal", *job["words"]]
     logs = Path(job["logs"]) if job["logs"] else None
     return LocalRanks(command, environments, logs, nursery, [relay])

@@ -17,6 +17,7 @@ from shoal.launch.members import Members
 from shoal.launch.membership import AFTER, MEMBER
 from shoal.launch.nursery import Nursery
 from shoal.launch.stopping import StopRequest, signals_noted
+from shoal.listener import loopback
 from shoal.scratch import scratch_folder
 
 _NCCL = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3", "TORCH_NCCL_BLOCKING_WAIT": "0"}
@@ -92,7 +93,7 @@ def member_environments(
     environment: Mapping[str, str],
     nursery: Nursery | None,
 ) -> dict[int, dict[str, str]]:
-    """Return the environment of each member of a host; the arguments are those of `rank_environments`."""
+    """Return the environment of each member of a host; see `rank_environments`. The store is on loopback."""
     given = {**os.environ, AFTER: "-1", **environment}
-    made = rank_environments(folder, numbers, members, port, given, nursery)
+    made = rank_environments(folder, numbers, members, (loopback(), port), given, nursery)
     return {number: {**each, **_NCCL, MEMBER: str(number)} for number, each in made.items()}

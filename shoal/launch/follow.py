@@ -231,7 +231,8 @@ class Following:
     def run(self, signals: list[signal.Signals]) -> int | OSError:
         """Follow; return the exit code that the other launcher tells, or how the link ended."""
         ended = self._follow(signals)
-        self._tell(lines=self._relay.take_all(), last=True)
+        if isinstance(ended, int):
+            self._tell(lines=self._relay.take_all(), last=True)
         return ended
 
     def _follow(self, signals: list[signal.Signals]) -> int | OSError:

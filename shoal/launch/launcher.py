@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore
@@ -77,71 +76,37 @@ def launch(
         WorkerError: A rank failed; the error names the rank that failed first.
     """
     with scratch_folder() as folder, store_on_loopback() as store:
-        environments = rank_environments(str(folder), range(ranks), ranks, store.port, environment, nursery)
+        master = loopback(), store.port
+        environments = rank_environments(str(folder), range(ranks), ranks, master, environment, nursery)
         return _run(command, environments, folder, logs, nursery, units, grace, events=events).exit_code()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Node:
-    """The place of a machine among several, each with some ranks of one training.
-
-    Attributes:
-        name: What stands before the lines of its ranks.
-        number: Its number, from 0.
-        nodes: Number of machines.
-        first_rank: The first of its ranks.
-        ranks: Number of ranks on all machines.
-        master: Host and port of the store in which all ranks meet.
-    """
-
-    name: str
-    number: int
-    nodes: int
-    first_rank: int
-    ranks: int
-    master: tuple[str, int]
 
 
 def launch_on_node(
     command: Sequence[str],
+    numbers: range,
     ranks: int,
-    node: Node,
+    master: tuple[str, int],
+    host: str,
     environment: Mapping[str, str] = os.environ,
     *,
-    logs: Path | None = None,
     nursery: Nursery | None = None,
     grace: float | None = None,
 ) -> Ended:
     """Run a command as this machine's ranks of a training on several; otherwise like `launch`.
 
-    The store at `node.master` is there already.
-
     Args:
         command: A program and its arguments, as for `launch`.
-        ranks: Number of ranks on this machine.
-        node: This machine's place.
-        environment: Environment from which OMP_NUM_THREADS is taken if set.
-        logs: Directory in which each rank's output is kept, once the directory exists.
+        numbers: The ranks of this machine.
+        ranks: Number of ranks of all machines, which have equally many.
+        master: Host and port of the store in which all ranks meet, which is there already.
+        host: What stands before the lines of this machine's ranks.
+        environment: Environment from which OMP_NUM_THREADS and GLOO_SOCKET_IFNAME are taken if set.
         nursery: The Nursery that ranks are forked from; None to start a program for each.
         grace: Seconds from a signal until the system ends this process; None if it does not.
     """
     with scratch_folder() as folder:
-        environments = node_environments(str(folder), ranks, node, environment, nursery)
-        return _run(command, environments, folder, logs, nursery, (), grace, Terminal(node.name))
-
-
-def node_environments(
-    folder: str, ranks: int, node: Node, environment: Mapping[str, str], nursery: Nursery | None
-) -> dict[int, dict[str, str]]:
-    """Return the environment of each rank of a node; see `rank_environments`."""
-    numbers = range(node.first_rank, node.first_rank + ranks)
-    environments = rank_environments(folder, numbers, node.ranks, node.master[1], environment, nursery)
-    for each in environments.values():
-        each.update(GROUP_RANK=str(node.number), GROUP_WORLD_SIZE=str(node.nodes), MASTER_ADDR=node.master[0])
-        each.pop(TERMINAL, None)  # lines of several hosts are no place for a bar
-        if not environment.get("GLOO_SOCKET_IFNAME"):
-            del each["GLOO_SOCKET_IFNAME"]  # loopback, which other machines do not reach
-    return environments
+        environments = rank_environments(str(folder), numbers, ranks, master, environment, nursery)
+        return _run(command, environments, folder, None, nursery, (), grace, Terminal(host))
 
 
 def _run(
@@ -291,9 +256,10 @@ def rank_environments(
     folder: str,
     numbers: range,
     ranks: int,
-    port: int,
+    master: tuple[str, int],
     environment: Mapping[str, str],
     nursery: Nursery | None = None,
+    place: tuple[int, int] | None = None,
 ) -> dict[int, dict[str, str]]:
     """Return the environment of each rank of a host: torchrun's, and what Shoal's own ranks need beside it.
 
@@ -301,29 +267,34 @@ def rank_environments(
         folder: Where the ranks leave their outcomes.
         numbers: The ranks of this host.
         ranks: Number of ranks of all hosts.
-        port: Port of the store on this machine.
+        master: Host and port of the store in which all ranks meet.
         environment: What the ranks get beside this process's environment.
         nursery: The Nursery that the ranks are forked from, if there is one.
+        place: The number of this host, and how many there are; None if all have equally many ranks.
     """
     threads = max(1, (len(os.sched_getaffinity(0)) or 1) // len(numbers))
+    host, hosts = place or (numbers.start // len(numbers), ranks // len(numbers))
+    is_loopback = master[0] == loopback()
     common = {
         **os.environ,
         **environment,
         "WORLD_SIZE": str(ranks),
         "LOCAL_WORLD_SIZE": str(len(numbers)),
-        "GROUP_RANK": str(numbers.start // len(numbers)),
-        "GROUP_WORLD_SIZE": str(ranks // len(numbers)),
-        "MASTER_ADDR": loopback(),
-        "MASTER_PORT": str(port),
+        "GROUP_RANK": str(host),
+        "GROUP_WORLD_SIZE": str(hosts),
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": str(master[1]),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # for torch: the store exists, rank 0 does not serve one
         LAUNCHER: str(os.getpid() if nursery is None else nursery.pid),
         OUTCOMES: folder,
         LEDGERS: folder,
-        **_terminal(),
         "OMP_NUM_THREADS": environment.get("OMP_NUM_THREADS") or str(threads),
-        # Ranks on one machine need no name service and no network but loopback.
-        "GLOO_SOCKET_IFNAME": environment.get("GLOO_SOCKET_IFNAME") or "lo",
+        # Ranks on one machine need no name service and no network but loopback; others find theirs.
+        "GLOO_SOCKET_IFNAME": environment.get("GLOO_SOCKET_IFNAME") or ("lo" if is_loopback else ""),
+        **(_terminal() if is_loopback else {}),  # lines of several hosts are no place for a bar
     }
+    if not common["GLOO_SOCKET_IFNAME"]:
+        del common["GLOO_SOCKET_IFNAME"]
     return {
         number: {**common, "RANK": str(number), "LOCAL_RANK": str(local)}
         for local, number in enumerate(numbers)

@@ -175,7 +175,8 @@ class LinkedHosts:
             self.waiting.remove(host)
             self._places[place], host.is_begun = host, True
             host.numbers = range(first, first + host.ranks)
-            host.tell(do="begin", numbers=[first, first + host.ranks], place=place, hosts=len(hosts), **job)
+            numbers = [first, first + host.ranks]
+            host.tell(do="begin", numbers=numbers, place=[place, len(hosts)], **job)
             first += host.ranks
 
     def start_new(self, after: int) -> Iterator[Host]:

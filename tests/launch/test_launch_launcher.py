@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 
 from shoal.errors import WorkerError
-from shoal.launch import EXIT_STOPPED, Node, launch, launch_on_node
+from shoal.launch import EXIT_STOPPED, launch, launch_on_node
 from shoal.launch.elastic import member_environments
 from shoal.launch.launcher import rank_environments
 
@@ -77,7 +77,7 @@ with open(os.path.join({str(tmp_path)!r}, str(rank)), "w") as file:
 def test_ranks_share_the_cores_unless_the_user_says_otherwise(monkeypatch, cores, ranks, threads):
     monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(cores)))
     own, given = (
-        rank_environments("", range(ranks), ranks, 29500, environment)[0]["OMP_NUM_THREADS"]
+        rank_environments("", range(ranks), ranks, ("node1", 29500), environment)[0]["OMP_NUM_THREADS"]
         for environment in ({}, {"OMP_NUM_THREADS": "5"})
     )
     assert (own, given) == (threads, "5")
@@ -270,13 +270,12 @@ time.sleep(60)
 
 def on_node(program, out):
     """Launches a program as the third host of four; how it ended, and what its ranks printed."""
-    node = Node(name="node3", number=2, nodes=4, first_rank=4, ranks=8, master=("node1", 4000))
     command = [sys.executable, "-S", "-c", PRELUDE + program]
     before = os.dup(1)
     with out.open("w") as file, patch("shoal.launch.launcher.END", 0.5):
         os.dup2(file.fileno(), 1)
         try:
-            ended = launch_on_node(command, 2, node, {})
+            ended = launch_on_node(command, range(4, 6), 8, ("node1", 4000), "node3", {})
         finally:
             os.dup2(before, 1)
             os.close(before)
