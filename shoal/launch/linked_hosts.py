@@ -334,12 +334,11 @@ class LinkedHosts:
         elif isinstance(told, Mapping) and "refuses" in told:
             error = decode(bytes.fromhex(told["refuses"]))
             raise error if isinstance(error, ShoalError) else CommunicationError(f"{host} refuses: {error}")
-        elif not host.is_begun and isinstance(told, Gone):
-            host.gone = told
-            self.waiting = [each for each in self.waiting if each is not host]
-            self._forget(host)
-        elif host not in self._places.values():
-            return  # it has ended, as it was told to
+        elif host not in self._places.values():  # it has come, or has ended as it was told to
+            if isinstance(told, Gone):
+                host.gone = host.gone or told
+                self.waiting = [each for each in self.waiting if each is not host]
+                self._forget(host)
         elif isinstance(told, Gone):
             self._lose(host, told)
         else:
@@ -370,7 +369,8 @@ class LinkedHosts:
                 Outcome(**outcome).write(self._folder)
             self._codes[int(rank)] = int(code)
         for name, verdict in told.get("hangs", {}).items():
-            (self._folder / Path(name).name).write_text(verdict)
+            with contextlib.suppress(OSError):  # the folder may be full
+                (self._folder / Path(name).name).write_text(verdict)
         if "stopped" in told:
             host.stopped = [int(rank) for rank in told["stopped"]]
         if "apart" in told:
