@@ -114,7 +114,7 @@ class Attempt:
     @property
     def pause(self) -> float:
         """Seconds until ranks on hosts that were lost have ended, which may not know it yet."""
-        lost = [host for host in self._hosts if host.gone is not None]
+        lost = [host for host in self._hosts if host.gone is not None and host.is_begun]
         silent = [SILENCE - (time.monotonic() - host.heard) for host in lost if host in self._linked.silent]
         return ALONE + _ROOM + max([0.0, *silent]) if lost else 0.0
 

@@ -3,7 +3,8 @@
 Nouns: World (the ranks that this process is one of), Outcome (how a rank ended), StopSignal (a request to
 stop), Nursery (the process that ranks are forked from), Meeting (the hosts of a run), Peer (another host).
 `shoal train` calls `launch` where no other launcher started ranks, `launch_elastic` if these may be lost, and
-`lead` or `follow` on each of several hosts; the trainer's processes call `join` and `run_rank`.
+`lead` or `follow` on each of several hosts; the trainer's processes call `join` and `run_rank`. How launchers
+of several hosts work together, those that ssh or Ray starts too, stands in `linked_hosts.py`.
 """
 
 from shoal.launch.agent import ranks_here

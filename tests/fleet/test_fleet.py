@@ -69,11 +69,12 @@ def test_hosts_may_have_unequal_numbers_of_ranks():
     assert [(host["numbers"], host["ranks"]) for host in told.values()] == [([0, 3], 5), ([3, 5], 5)]
 
 
-def test_a_spare_host_takes_the_place_of_one_that_was_lost(capfd):
+def test_a_spare_host_takes_the_place_of_one_that_was_lost_once_its_ranks_have_ended(capfd, monkeypatch):
+    monkeypatch.setattr("shoal.fleet.attempt.ALONE", 0.5)
     network, code = train({"a": [DONE], "b": [LOST], "c": [DONE]})
     assert code == 0
     assert [list(attempt) for attempt in network.attempts] == [["a", "b"], ["a", "c"]]
-    assert "host b was lost: ssh ended with exit code 255; started again" in capfd.readouterr().err
+    assert "host b was lost: ssh ended with exit code 255; started again in 0.5 s" in capfd.readouterr().err
 
 
 def test_a_host_that_does_not_answer_after_a_failure_was_lost():
@@ -92,12 +93,14 @@ def test_what_a_shell_prints_is_shown_with_the_hosts_name_before_it(capfd):
     ]
 
 
-def test_a_host_that_is_not_reached_is_replaced_and_its_words_are_told(capfd):
+def test_a_host_that_is_not_reached_is_replaced_at_once_and_its_words_are_told(capfd, monkeypatch):
+    monkeypatch.setattr("shoal.fleet.attempt.ALONE", 0.5)
     network, code = train({"a": [DONE], "b": [UNREACHABLE], "c": [DONE]})
     assert code == 0
     assert [list(attempt) for attempt in network.attempts] == [["a", "c"]]
     first, *others = capfd.readouterr().err.splitlines()
-    assert first.startswith("shoal: rank 0 failed: host b did not start: ssh ended with exit code 255")
+    cause = "shoal: rank 0 failed: host b did not start: ssh ended with exit code 255"
+    assert first.startswith(f"{cause}; started again in 0.01 s")
     assert "[b] no route to host" in others
 
 

@@ -86,6 +86,13 @@ def test_ranks_share_the_cores_unless_the_user_says_otherwise(monkeypatch, cores
     assert (member["OMP_NUM_THREADS"], member["RANK"], member["LOCAL_RANK"]) == ("7", str(ranks), "0")
 
 
+def test_hosts_with_unequal_numbers_of_ranks_have_the_places_that_they_are_given():
+    made = rank_environments("", range(3, 5), 5, ("node1", 4000), {}, place=(1, 2))
+    assert [(each["RANK"], each["LOCAL_RANK"]) for each in made.values()] == [("3", "0"), ("4", "1")]
+    names = "GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE", "WORLD_SIZE"
+    assert [made[3][name] for name in names] == [made[4][name] for name in names] == ["1", "2", "2", "5"]
+
+
 def test_a_rank_that_ends_without_a_word_is_named_with_its_exit_code(run):
     code, error, _ = run("time.sleep(60) if rank == 0 else sys.exit(3)")
     assert (code, error.rank) == (1, 1)
