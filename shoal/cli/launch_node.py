@@ -83,9 +83,9 @@ def _start(
         ranks = given or ranks_here()
         numbers, name = range(number * ranks, (number + 1) * ranks), os.environ.get("HOSTNAME")
         host = name or f"host {number}"
-        ended = launch_on_node(command, numbers, nodes * ranks, master, host, nursery=nursery, grace=grace)
+        code = launch_on_node(command, numbers, nodes * ranks, master, host, nursery=nursery, grace=grace)
         del store  # which the ranks of all hosts need until they have ended
-        return ended.exit_code()
+        return code
 
 
 def _number(given: str | None, option: str, least: int) -> int:

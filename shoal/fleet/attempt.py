@@ -129,13 +129,12 @@ class Attempt:
             self._wait_for_hosts()
             ranks, store = sum(host.ranks for host in self._hosts), self._hosts[0].store
             self._linked.begin_in_order(self._hosts, ranks=ranks, store=store)
-            ended = wait_for_end(self._linked, self._stop, self._folder)
+            try:
+                code = wait_for_end(self._linked, self._stop, self._folder)
+            except WorkerError as error:
+                raise self._failure(error) from None
         finally:
             self._linked.end()
-        try:
-            code = ended.exit_code()
-        except WorkerError as error:
-            raise self._failure(error) from None
         if code == EXIT_STOPPED and not self.is_stopped:  # a host alone was told to end
             self.failed.update(host.address for host in self._hosts if host.is_leaving)
         for line, descriptor in self._held:

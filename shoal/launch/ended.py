@@ -1,10 +1,9 @@
-"""How the ranks of one machine, or of all, ended, and what that means for the run."""
+"""What it means for a run how its ranks ended."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 from shoal.errors import WorkerError
 from shoal.hang import HangVerdict
@@ -13,47 +12,42 @@ from shoal.signals import stopped_early
 from shoal.submit import EXIT_STOPPED
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Ended:
-    """How ranks ended.
+def exit_code_of(
+    ranks: Collection[int],
+    outcomes: Sequence[Outcome],
+    exit_codes: Mapping[int, int],
+    stopped: Collection[int],
+    signal_name: str,
+    hang: HangVerdict | None,
+) -> int:
+    """Return the exit code of the run: 0, or `EXIT_STOPPED` if a signal ended it and its state is saved.
 
-    Attributes:
+    Args:
         ranks: The ranks that count; not those of units without which the others went on.
         outcomes: The outcomes that ranks wrote.
         exit_codes: Exit codes of the ranks that ended by themselves; a rank that its launcher ended is not
             the cause of a failure. Negative for a signal.
         stopped: Ranks that were stopped when the first rank failed.
-        signal: Name of the signal that the launcher got before any rank failed; empty for none.
+        signal_name: Name of the signal that the launcher got before any rank failed; empty for none.
         hang: The verdict of ranks that waited too long; None if none did.
+
+    Raises:
+        WorkerError: A rank failed; the error names the rank that failed first.
     """
-
-    ranks: Sequence[int]
-    outcomes: Sequence[Outcome]
-    exit_codes: Mapping[int, int]
-    stopped: Sequence[int] = ()
-    signal: str = ""
-    hang: HangVerdict | None = None
-
-    def exit_code(self) -> int:
-        """Return the exit code of the run: 0, or `EXIT_STOPPED` if a signal ended it and its state is saved.
-
-        Raises:
-            WorkerError: A rank failed; the error names the rank that failed first.
-        """
-        if self.signal:
-            left = {outcome.rank: outcome for outcome in self.outcomes if outcome.rank in self.ranks}
-            for rank in set(self.ranks) - left.keys():  # the folder of the outcomes may be full, or gone
-                if (code := self.exit_codes.get(rank)) in (0, EXIT_STOPPED):
-                    left[rank] = Outcome(rank=rank, exit_code=code)
-            return exit_code_after_signal(list(left.values()), self.ranks, self.signal)
-        codes = {rank: code for rank, code in self.exit_codes.items() if rank in self.ranks}
-        if codes and set(codes.values()) <= {0, EXIT_STOPPED}:
-            return max(codes.values())
-        told = {outcome.rank: outcome for outcome in self.outcomes}
-        if set(codes) <= set(told) and _are_stopped([told[rank] for rank in codes]):
-            return EXIT_STOPPED
-        failed = {rank: code for rank, code in self.exit_codes.items() if code}
-        raise root_cause(self.outcomes, failed, self.stopped, self.hang)
+    if signal_name:
+        left = {outcome.rank: outcome for outcome in outcomes if outcome.rank in ranks}
+        for rank in set(ranks) - left.keys():  # the folder of the outcomes may be full, or gone
+            if (code := exit_codes.get(rank)) in (0, EXIT_STOPPED):
+                left[rank] = Outcome(rank=rank, exit_code=code)
+        return exit_code_after_signal(list(left.values()), ranks, signal_name)
+    codes = {rank: code for rank, code in exit_codes.items() if rank in ranks}
+    if codes and set(codes.values()) <= {0, EXIT_STOPPED}:
+        return max(codes.values())
+    told = {outcome.rank: outcome for outcome in outcomes}
+    if set(codes) <= set(told) and _are_stopped([told[rank] for rank in codes]):
+        return EXIT_STOPPED
+    failed = {rank: code for rank, code in exit_codes.items() if code}
+    raise root_cause(outcomes, failed, stopped, hang)
 
 
 def exit_code_after_signal(outcomes: Sequence[Outcome], ranks: Collection[int], signal_name: str) -> int:

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from shoal.errors import ConfigError
 from shoal.hang import LEDGERS, HangVerdict
-from shoal.launch.ended import Ended
+from shoal.launch.ended import exit_code_of
 from shoal.launch.local_ranks import LAUNCHER, LocalRanks, Processes
 from shoal.launch.nursery import Nursery
 from shoal.launch.outcome import Outcome, root_cause
@@ -78,7 +78,7 @@ def launch(
     with scratch_folder() as folder, store_on_loopback() as store:
         master = loopback(), store.port
         environments = rank_environments(str(folder), range(ranks), ranks, master, environment, nursery)
-        return _run(command, environments, folder, logs, nursery, units, grace, events=events).exit_code()
+        return _run(command, environments, folder, logs, nursery, units, grace, events=events)
 
 
 def launch_on_node(
@@ -91,7 +91,7 @@ def launch_on_node(
     *,
     nursery: Nursery | None = None,
     grace: float | None = None,
-) -> Ended:
+) -> int:
     """Run a command as this machine's ranks of a training on several; otherwise like `launch`.
 
     Args:
@@ -119,8 +119,8 @@ def _run(
     grace: float | None,
     terminal: Terminal | None = None,
     events: Path | None = None,
-) -> Ended:
-    """Start ranks, wait until they have ended, and return how they did."""
+) -> int:
+    """Start ranks, wait until they have ended, and return the exit code."""
     outputs = [terminal or Terminal()]
     with signals_noted() as signals, LocalRanks(command, environments, logs, nursery, outputs) as processes:
         return wait_for_end(processes, StopRequest(signals, grace), folder, units, events)
@@ -132,7 +132,7 @@ def wait_for_end(
     folder: Path,
     units: Sequence[Collection[int]] = (),
     events: Path | None = None,
-) -> Ended:
+) -> int:
     """Wait until all ranks have ended, or have been told to end and had the time for it.
 
     Args:
@@ -141,6 +141,9 @@ def wait_for_end(
         folder: Where the ranks leave their outcomes.
         units: See `launch`.
         events: See `launch`.
+
+    Returns:
+        The exit code, as `launch`, whose errors it raises too.
     """
     ranks = set(processes.running()) | processes.exit_codes().keys()
     lost: set[int] = set()
@@ -178,14 +181,9 @@ def wait_for_end(
     processes.signal(signal.SIGKILL)
     processes.end()
     hangs = [HangVerdict.read(path) for path in sorted(folder.glob("verdict-*"))]
-    return Ended(
-        ranks=tuple(sorted(ranks - lost - helping)),
-        outcomes=Outcome.read_all(folder),
-        exit_codes=codes,
-        stopped=stopped,
-        signal="" if stop.signal is None else stop.signal.name,
-        hang=hangs[0] if hangs and not units else None,  # each of several units counts its ranks from 0
-    )
+    hang = hangs[0] if hangs and not units else None  # each of several units counts its ranks from 0
+    name = "" if stop.signal is None else stop.signal.name
+    return exit_code_of(ranks - lost - helping, Outcome.read_all(folder), codes, stopped, name, hang)
 
 
 def _note_failure(events: Path | None, failed: Collection[int]) -> None:
