@@ -18,6 +18,7 @@ import os
 from pathlib import Path
 
 def note(step, steps):
+    assert os.read(0, 1) == b"", "what the launcher tells the agent is not the rank's input"
     file = Path(os.environ["SHOAL_SECRET_FILE"])
     Path("secret-" + os.environ["RANK"]).write_text(f"{file.stat().st_mode:o} {file.read_text()} {file}")
     return 1.0
