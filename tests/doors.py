@@ -57,6 +57,16 @@ from shoal.launch.pump import Pump
 from shoal.listener import listen
 token = {TOKEN!r}.encode()
 """
+LEADER = f"""
+import sys
+{GATE}
+with store_on_loopback() as store:
+    pump = Pump()
+    gate = Gate(listen("127.0.0.1", 0), token, {{"store": store_service(store.port, pump, lambda _: True)}})
+    print(gate.port, flush=True)
+    sys.stdin.read()
+"""
+"""What the host that leads runs, in another process than the door of a host that follows."""
 PROGRAMS = {
     "gate of a launcher": GATE
     + """
@@ -64,13 +74,12 @@ gate = Gate(listen("127.0.0.1", 0), token, {"ask": lambda link, asked: link.clos
 print(gate.port, flush=True)
 """,
     "way to the store": GATE
+    + f"LEADER = {LEADER!r}"
     + """
-with store_on_loopback() as store:
-    pump = Pump()
-    gate = Gate(listen("127.0.0.1", 0), token, {"store": store_service(store.port, pump, lambda _: True)})
-    door = StoreDoor(("127.0.0.1", gate.port), token, "session")
-    print(door.port, flush=True)
-    sys.stdin.read()
+import subprocess
+leader = subprocess.Popen([sys.executable, "-c", LEADER], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+door = StoreDoor(("127.0.0.1", int(leader.stdout.readline())), token, "session")
+print(door.port, flush=True)
 """,
     "parameter server": f"""
 import threading

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self, final
 
 import torch
@@ -56,9 +55,7 @@ class ShardReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._open.close()
 
     def start(self, key: str) -> int:
@@ -157,9 +154,7 @@ class HashedPass:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._thread.shutdown()
 
     def read(self, key: str, first: int, target: torch.Tensor) -> None:

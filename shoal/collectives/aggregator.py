@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from types import TracebackType
 
 from shoal.collectives.core import load_core
 from shoal.collectives.interface import numeric_address
@@ -69,7 +68,5 @@ class Aggregator:
     def __enter__(self) -> Aggregator:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

@@ -14,7 +14,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import TracebackType
 from typing import Self, final
 
 import torch
@@ -56,9 +55,7 @@ class BounceBuffers:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for _, reader in self._free:
             if reader is not None:
                 reader.synchronize()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from types import TracebackType
 from typing import Generic, TypeVar
 
 from shoal.collectives.thread_device import on_callers_device, take_device
@@ -65,12 +64,7 @@ class Prefetcher(Generic[Item]):
     def __enter__(self) -> Prefetcher[Item]:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _fill(self, source: Iterable[Item]) -> None:

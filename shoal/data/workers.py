@@ -22,7 +22,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 from shoal.errors import LostProcessError
@@ -108,12 +107,7 @@ class Workers(Generic[Payload, Result]):
     def __enter__(self) -> Workers[Payload, Result]:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _ask(self, payload: Payload) -> Result:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, final
 
 from shoal.channel import Channel, challenge, dial, first_message
@@ -21,7 +22,7 @@ LAUNCHER = b"launcher"
 """The purpose of channels to a Gate."""
 
 _AT_ONCE = 1 << 16  # bytes
-_DIALS = 64  # connections to another host that are made at a time
+_DIALS = 16  # connections to another host that are made at a time
 
 Service = Callable[[Channel, Mapping[str, Any]], object]
 """Gets a link and its first message, on a thread of its own."""
@@ -97,18 +98,20 @@ class StoreDoor:
     def __init__(self, address: tuple[str, int], token: bytes, session: str) -> None:
         self._address, self._token, self._session = address, token, session
         self._pump = Pump()
-        self._dials = threading.Semaphore(_DIALS)
+        self._dials = ThreadPoolExecutor(_DIALS, thread_name_prefix="shoal-dial")
+        self._free = threading.Semaphore(_DIALS)
         self._listener = Listener(listen(loopback(), 0), _first_bytes, self._admit)
         self.port: int = self._listener.port
 
     def close(self) -> None:
         """End all connections through it."""
         self._listener.close()
+        self._dials.shutdown(wait=False)
         self._pump.close()
 
     def _admit(self, connected: socket.socket, first: bytes) -> None:
-        self._dials.acquire()  # others wait in the system's queue
-        threading.Thread(target=self._connect, args=(connected, first), daemon=True).start()
+        self._free.acquire()  # others wait in the system's queue
+        self._dials.submit(self._connect, connected, first)
 
     def _connect(self, connected: socket.socket, first: bytes) -> None:
         try:
@@ -120,7 +123,7 @@ class StoreDoor:
             connected.close()
             return
         finally:
-            self._dials.release()
+            self._free.release()
         self._pump.add(connected, link.socket)
 
 

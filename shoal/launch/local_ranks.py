@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, final
 
 from shoal.errors import CommunicationError, ConfigError
@@ -90,9 +89,7 @@ class LocalRanks:
     def __enter__(self) -> LocalRanks:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.end()
         for key in list(self._outputs.get_map().values()):  # a child that outlives its rank may hold these
             self._close_output(key)

@@ -18,7 +18,6 @@ from shoal.record.marks import Marks
 from shoal.record.metrics import Loggers, MetricsWriter
 from shoal.record.opening import open_recorder
 from shoal.record.recorder import NullRecorder, OpenSpan, Recorder, SpanRecorder
-from shoal.record.shifted import ShiftedRecorder
 
 __all__ = [
     "AppendFile",
@@ -36,7 +35,6 @@ __all__ = [
     "OpenSpan",
     "QueuedLogger",
     "Recorder",
-    "ShiftedRecorder",
     "SpanBeside",
     "SpanRecorder",
     "exchange_clocks",

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from types import TracebackType
 from typing import final
 
 from shoal.record.device import DeviceEvents
@@ -43,6 +42,7 @@ class DeviceRecorder(FileRecorder):
         events: The events of the device.
         say: Called with a report of what cannot be recorded, one line.
         marks: See `FileRecorder`.
+        first: See `SpanFile`.
     """
 
     def __init__(
@@ -53,9 +53,10 @@ class DeviceRecorder(FileRecorder):
         *,
         say: Callable[[str], object] = warnings.warn,
         marks: Marks | None = None,
+        first: int = 0,
     ) -> None:
         self._say = say
-        self._file = SpanFile(path, rank, say)
+        self._file = SpanFile(path, rank, say, first)
         self._recording = Recording(events, DeviceClock(events), Holding(events))
         super().__init__(partial(DeviceSpan, self._recording), marks)
         self._has_failed = False
@@ -162,12 +163,7 @@ class _DeviceStep:
         if self._span is not None:
             self._span.__enter__()
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *others: object) -> None:
         if self._span is not None and error_type is None:
             self._span.__exit__(None, None, None)
         self._recorder._leave_step()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, final
 
 from shoal.record.device import DeviceEvents
@@ -87,12 +86,7 @@ class DeviceSpan:
         self._host_start = time.perf_counter()
         self.begin = recording.mark()
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         recording = self._recording
         self._host_stop = time.perf_counter()
         self.end = recording.mark()

@@ -21,6 +21,7 @@ def open_recorder(
     *,
     say: Callable[[str], object] = warnings.warn,
     marks: Marks | None = None,
+    first: int = 0,
 ) -> Recorder:
     """Return the recorder of a rank: by a CUDA device's events, by the host's clock on other devices.
 
@@ -30,7 +31,8 @@ def open_recorder(
         device: The device on which the rank computes.
         say: Called with the report of a failure to record, one line.
         marks: Marks to make with each span.
+        first: The global rank from which groups of spans count: workers count from the first of them.
     """
     if device.type == "cuda":
-        return DeviceRecorder(path, rank, CudaEvents(device), say=say, marks=marks)
-    return SpanRecorder(path, rank, say=say, marks=marks)
+        return DeviceRecorder(path, rank, CudaEvents(device), say=say, marks=marks, first=first)
+    return SpanRecorder(path, rank, say=say, marks=marks, first=first)

@@ -20,7 +20,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
-from types import TracebackType
 from typing import Any, final
 
 from shoal.record.marks import Marked, Marks
@@ -153,6 +152,7 @@ class SpanRecorder(FileRecorder):
         rank: The global rank.
         say: Called with the report of a failure to write, one line.
         marks: See `FileRecorder`.
+        first: See `SpanFile`.
     """
 
     def __init__(
@@ -162,8 +162,9 @@ class SpanRecorder(FileRecorder):
         *,
         say: Callable[[str], object] = warnings.warn,
         marks: Marks | None = None,
+        first: int = 0,
     ) -> None:
-        self._file = SpanFile(path, rank, say)
+        self._file = SpanFile(path, rank, say, first)
         super().__init__(partial(_TimedSpan, self._file.spans.append), marks)
 
     def step(self, index: int) -> AbstractContextManager[None]:
@@ -262,12 +263,7 @@ class _TimedSpan:
     def __enter__(self) -> None:
         self._start = time.perf_counter()
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.finish(None, "")
 
     start = __enter__
@@ -313,12 +309,7 @@ class _TimedStep:
         self._recorder._enter_step(self._index)
         self._start = time.perf_counter()
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *others: object) -> None:
         self._recorder._leave_step(self._index, self._start, finished=error_type is None)
 
 
@@ -330,12 +321,7 @@ class _DroppedSpan(OpenSpan):
     def __enter__(self) -> None:
         pass
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         pass
 
     def close(self, at: float | None = None, algorithm: str = "") -> None:

@@ -23,15 +23,19 @@ class SpanFile:
         path: The timeline file of the rank; a resumed run appends to it.
         rank: The global rank.
         say: Called with the report of a failure to write, one line.
+        first: The global rank from which groups of spans count.
 
     Attributes:
         spans: Spans that are not written yet; any thread may append to them.
     """
 
-    def __init__(self, path: str | os.PathLike[str], rank: int, say: Callable[[str], object]) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], rank: int, say: Callable[[str], object], first: int = 0
+    ) -> None:
         self._file = AppendFile(path, "the timeline", say)
         self._origin = time.perf_counter()
         self._file.write(header_line(rank, time.time_ns(), clock_name(), round(self._origin * 1e9)))
+        self._first = first
         self.spans: list[Fields] = []
         self._flushed = self._origin
 
@@ -47,7 +51,7 @@ class SpanFile:
         count = len(self.spans)
         taken = self.spans[:count]
         del self.spans[:count]
-        origin = self._origin
+        origin, first = self._origin, self._first
         self._file.write(
             "".join(
                 span_line(
@@ -57,7 +61,7 @@ class SpanFile:
                     start - origin,
                     duration,
                     bytes,
-                    group,
+                    tuple(each + first for each in group) if first else group,
                     algorithm,
                     purpose,
                     host and (host[0] - origin, host[1] - origin),

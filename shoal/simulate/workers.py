@@ -251,3 +251,9 @@ class _Simulation:
             if idle.is_here and not idle.held and other not in self.arrived:
                 self._pull(other)
         self._let_go_on()
+
+    def _back(self, number: int) -> None:
+        worker = self.workers[number]
+        worker.is_here, worker.base = True, self.version
+        worker.clock = min((each.clock for each in self.workers if each.is_here and each.held), default=0)
+        self._pull(number)

@@ -17,7 +17,6 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 from shoal.errors import ConfigError
 
@@ -161,9 +160,7 @@ class Hosts:
     def __enter__(self) -> Hosts:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _lay_cables(self, rate: float | None) -> None:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import final
 
 from shoal.launch.nursery import ForkedRank, Nursery, connected
@@ -69,7 +68,5 @@ class Programs:
     def __enter__(self) -> Programs:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

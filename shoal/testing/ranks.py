@@ -19,7 +19,6 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
-from types import TracebackType
 from typing import Any, TypeVar
 
 from shoal.errors import WorkerError
@@ -92,9 +91,7 @@ class RankPool:
     def __enter__(self) -> RankPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _start(self) -> None:

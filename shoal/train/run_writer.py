@@ -33,7 +33,6 @@ from shoal.record import (
     MetricsWriter,
     NullRecorder,
     Recorder,
-    ShiftedRecorder,
     exchange_clocks,
     open_recorder,
 )
@@ -280,8 +279,7 @@ class RunWriter:
         if not config.timeline:
             return NullRecorder()
         path = self.run.timeline_file(rank.number)
-        recorder = open_recorder(path, rank.number, rank.device, say=rank.say, marks=self.marks)
-        return ShiftedRecorder(recorder, rank.first) if rank.first else recorder
+        return open_recorder(path, rank.number, rank.device, say=rank.say, marks=self.marks, first=rank.first)
 
     def _compare_clocks(self) -> ClockExchange:
         rank = self._rank

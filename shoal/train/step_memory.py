@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, final
 
 import torch
@@ -69,12 +68,7 @@ class StepMemory:
                     self._entered.callback(handle.remove)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._entered.close()
 
     def measured(self, rank: int, step: int) -> MeasuredMemory:

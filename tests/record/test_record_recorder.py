@@ -44,6 +44,16 @@ def test_spans_are_written_with_their_fields(tmp_path: Path) -> None:
     assert (collective.bytes, collective.group) == (64, (0, 2))
 
 
+def test_groups_of_a_later_worker_are_written_as_ranks_of_all_workers(tmp_path: Path) -> None:
+    recorder = SpanRecorder(tmp_path / "rank-00005.jsonl", 5, first=4)
+    recorder.open(Kind.COLLECTIVE, lane=Lane.COMMUNICATION, group=(0, 1)).close()
+    with recorder.span(Kind.FORWARD):
+        pass
+    recorder.close()
+    collective, forward = Timeline.read(tmp_path)
+    assert (collective.rank, collective.group, forward.group) == (5, (4, 5), ())
+
+
 def test_starts_and_durations_are_those_of_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
