@@ -10,7 +10,6 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, final
 
 from shoal.channel import Channel, challenge, dial, first_message
@@ -98,7 +97,6 @@ class StoreDoor:
     def __init__(self, address: tuple[str, int], token: bytes, session: str) -> None:
         self._address, self._token, self._session = address, token, session
         self._pump = Pump()
-        self._dials = ThreadPoolExecutor(_DIALS, thread_name_prefix="shoal-dial")
         self._free = threading.Semaphore(_DIALS)
         self._listener = Listener(listen(loopback(), 0), _first_bytes, self._admit)
         self.port: int = self._listener.port
@@ -106,12 +104,16 @@ class StoreDoor:
     def close(self) -> None:
         """End all connections through it."""
         self._listener.close()
-        self._dials.shutdown(wait=False)
         self._pump.close()
 
     def _admit(self, connected: socket.socket, first: bytes) -> None:
         self._free.acquire()  # others wait in the system's queue
-        self._dials.submit(self._connect, connected, first)
+        dials = threading.Thread(target=self._connect, args=(connected, first), daemon=True)
+        try:
+            dials.start()
+        except RuntimeError:  # no thread is left
+            self._free.release()
+            raise
 
     def _connect(self, connected: socket.socket, first: bytes) -> None:
         try:

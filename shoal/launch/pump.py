@@ -52,13 +52,15 @@ class Pump:
     def add(self, one: socket.socket, another: socket.socket, owner: str = "") -> None:
         """Carry bytes between two connections, until one ends or their owner does.
 
-        The second one has a moment to answer where many pairs wait for an answer.
+        The second one has a moment to answer where many pairs wait for an answer. A closed Pump closes both.
         """
         left, right = _End(one, owner), _End(another, owner)
         left.other, right.other = right, left
         for end in (one, another):
             end.setblocking(False)
-        self._tell((left, right))
+        if not self._tell((left, right)):
+            for end in (one, another):
+                end.close()
 
     def end(self, owner: str) -> None:
         """End all pairs of an owner."""
@@ -66,14 +68,21 @@ class Pump:
 
     def close(self) -> None:
         """End all pairs, and the thread."""
-        self._is_closed = True
-        os.write(self._wake, b"x")
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                os.write(self._wake, b"x")
         self._thread.join()
 
-    def _tell(self, what: tuple[_End, _End] | str) -> None:
+    def _tell(self, what: tuple[_End, _End] | str) -> bool:
+        """Leave a task for the thread, unless the Pump is closed: its pipe may be another file by then."""
         with self._lock:
+            if self._is_closed:
+                return False
+            if not self._todo:
+                os.write(self._wake, b"x")
             self._todo.append(what)
-        os.write(self._wake, b"x")
+        return True
 
     def _run(self) -> None:
         while not self._is_closed:
@@ -83,6 +92,7 @@ class Pump:
                     self._obey()
                 elif key.data in self._ends:  # an earlier event may have ended it
                     self._move(key.data, mask)
+        self._obey()
         for end in list(self._ends):
             self._drop(end)
         self._selector.close()

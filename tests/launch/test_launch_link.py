@@ -73,6 +73,23 @@ def test_ranks_of_another_host_use_the_store_until_their_session_ends(gate):
         pump.close()
 
 
+def test_a_connection_made_after_the_end_is_closed_and_writes_to_no_other_file(tmp_path):
+    pump = Pump()
+    pump.close()
+    others = [(tmp_path / str(number)).open("wb") for number in range(8)]  # take the pump's old descriptors
+    one, there = socket.socketpair()
+    another, beyond = socket.socketpair()
+    pump.add(one, another)
+    pump.end("nobody")
+    pump.close()
+    with there, beyond:
+        assert not there.recv(1)
+        assert not beyond.recv(1)
+    for other in others:
+        other.close()
+    assert not any(path.stat().st_size for path in tmp_path.iterdir())
+
+
 def test_files_of_checkpoints_are_sent_and_no_others(gate, tmp_path):
     checkpoint, content = tmp_path / "memory" / "step-00000010", bytes(range(256)) * 20_000
     checkpoint.mkdir(parents=True)
