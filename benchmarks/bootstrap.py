@@ -31,7 +31,7 @@ from rounds import Spread
 
 import shoal.collectives
 from shoal.bench import describe
-from shoal.collectives.assembly import Assembly
+from shoal.collectives.meeting_point import Assembly
 
 assert shoal.collectives
 

@@ -30,7 +30,7 @@ from rounds import Spread
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from shoal.bench.machine import describe
+from shoal.bench.report import describe
 from shoal.checkpoint import (
     Piece,
     ProcessGroupCoordinator,

@@ -49,9 +49,9 @@ from shoal.parallel.exchange.worker_exchange import WorkerExchange
 from shoal.plan import Plan
 from shoal.record import NullRecorder
 from shoal.run import Run
-from shoal.train.live import LiveLine
-from shoal.train.profiling import Profiling
-from shoal.train.record_config import RecordConfig
+from shoal.train.config import RecordConfig
+from shoal.train.execution import Profiling
+from shoal.train.result import LiveLine
 from shoal.train.run_writer import RunWriter, WritingRank
 
 STATES = ("off", "on", "on, watched")

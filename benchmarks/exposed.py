@@ -34,8 +34,8 @@ from shoal.foreign import read_foreign
 from shoal.run import Run
 from shoal.simulate import measured_timeline
 from shoal.timeline import Kind, Lane, Parts, Timeline, explain
+from shoal.timeline.breakdown import WORK, blocked_in
 from shoal.timeline.intervals import subtract, union
-from shoal.timeline.launch import WORK, blocked_in
 
 __all__ = ["drawn_traces", "hta_shares", "shoal_shares", "write_as_traces"]
 

@@ -36,8 +36,8 @@ from shoal.cluster import Cluster
 from shoal.cost.outlook.band import kind_of, layouts_of, measured_kind
 from shoal.plan import SettledPlan
 from shoal.validate import Measured, published_workload, read_table
-from shoal.validate.machines import machine_of
 from shoal.validate.predictions import compare_steps
+from shoal.validate.steps import machine_of
 
 __all__ = ["Row", "bands_of", "coverage", "main", "quantile"]
 

@@ -39,8 +39,8 @@ from shoal.validate import (
     read_operations,
     read_table,
 )
-from shoal.validate.ages import with_attention
-from shoal.validate.fill_blanks import Filled, fill_blanks
+from shoal.validate.cells import with_attention
+from shoal.validate.predictions import Filled, fill_blanks
 from shoal.workload import workload_of
 
 __all__ = ["CONSTANTS", "Constant", "fit", "main"]

@@ -23,13 +23,12 @@ from gpu_device import finish
 from gpu_outcome import Short
 
 from shoal.checkpoint import Piece, SingleProcess, Staging, load, save
-from shoal.collectives.bounce_buffers import BounceBuffers
-from shoal.collectives.page_lock import HostPages
+from shoal.collectives.host_buffers import BounceBuffers, HostPages
 from shoal.collectives.thread_device import on_callers_device
-from shoal.parallel.offload.state_file import aligned_buffer
+from shoal.parallel.offload.storage import aligned_buffer
 from shoal.record import LiveStorages, MappedFiles
-from shoal.train import free_memory
-from shoal.train.randomness import compute_deterministically
+from shoal.train import automatic
+from shoal.train.snapshot import compute_deterministically
 
 __all__ = [
     "check_deterministic_empty",
@@ -50,14 +49,14 @@ def check_refused_lock(device: torch.device) -> str:
     """A refused page lock gives its reason, and the next kernel works, however the error is cleared."""
     if device.type != "cuda":
         return "no CUDA: not tried"
-    from shoal.collectives import page_lock
+    from shoal.collectives import host_buffers
 
-    usual = page_lock._runtime
+    usual = host_buffers._runtime
     assert usual() is not None, "cudaGetLastError was not found by way of libc10_cuda.so; wanted: found"
     refusals = []
     try:
         for runtime in (usual, lambda: None):  # the second as where torch contains the runtime
-            page_lock._runtime = runtime  # type: ignore[assignment]
+            host_buffers._runtime = runtime  # type: ignore[assignment]
             pages = HostPages(1 << 20)
             assert pages.lock() == "", "a first lock was refused"
             refusals.append(pages.lock())
@@ -65,7 +64,7 @@ def check_refused_lock(device: torch.device) -> str:
             total = torch.ones(1000, device=device).sum().item()
             assert total == 1000, f"a kernel after a refused lock gave {total}; wanted: 1000"
     finally:
-        page_lock._runtime = usual
+        host_buffers._runtime = usual
     torch.cuda.cudart().cudaHostRegister(pages.tensor.data_ptr(), pages.tensor.nbytes, 0)
     try:
         torch.ones(1000, device=device)
@@ -77,7 +76,7 @@ def check_refused_lock(device: torch.device) -> str:
 
 _LIMITED = """
 import resource, torch
-from shoal.collectives.page_lock import HostPages
+from shoal.collectives.host_buffers import HostPages
 torch.ones(1, device="cuda")
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (1 << 16, 1 << 16))
 pages = HostPages(1 << 28)
@@ -261,7 +260,7 @@ def check_free_memory(device: torch.device) -> str:
     if device.type != "cuda":
         return "no CUDA: not tried"
     sharing, gpus = 4, torch.cuda.device_count()
-    given = free_memory._free_on_gpus(sharing * gpus, 0)
+    given = automatic._free_on_gpus(sharing * gpus, 0)
     assert given is not None, "the processes that ask found no GPU"
     free = min(torch.cuda.mem_get_info(each)[0] for each in range(gpus))
     context = free / sharing - given  # this process's own context is not free in either

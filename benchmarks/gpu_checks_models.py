@@ -28,7 +28,7 @@ from shoal.models import (
 )
 from shoal.models.expert_products import GroupedProducts, LoopedProducts, Runs, multiply_by_experts
 from shoal.parallel import compiled, parallelize
-from shoal.parallel.optimizer.norm import limit_gradients
+from shoal.parallel.optimizer.optimizers import limit_gradients
 from shoal.plan import Compression
 from shoal.train.update import Update
 

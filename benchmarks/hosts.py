@@ -37,7 +37,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from shoal.bench import COLLECTIVES, describe, parse_sizes
 from shoal.bench.contestants import Buffers
-from shoal.bench.contestants.torch_group import TorchGroup
+from shoal.bench.contestants.contestant import TorchGroup
 from shoal.collectives import Aggregator, Options
 from shoal.errors import UserError, WorkerError
 from shoal.testing.hosts import Hosts, enter_host

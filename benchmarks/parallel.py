@@ -6,8 +6,8 @@ Three comparisons, one after another; each has one rank by itself. With tensor a
 ranks take the same batch, with expert parallelism each its part. Contestants run in interleaved rounds
 (`rounds.py`); medians over rounds with their range. The parallel efficiency of n ranks is the time of one
 rank alone, over n times that of the n. The contestants of Shoal record every step, the timed ones too; a
-second table says where these went (`shoal.timeline.step` defines the parts). Exits with 1 if a contestant's
-losses are not those of one rank.
+second table says where these went (`shoal.timeline.breakdown` defines the parts). Exits with 1 if a
+contestant's losses are not those of one rank.
 """
 
 from __future__ import annotations

@@ -36,8 +36,7 @@ from rounds import Burst, Ranks, Spread, Step, interleave
 
 from shoal.bench import describe
 from shoal.errors import WorkerError
-from shoal.parallel.pipeline.pieces import cut_pieces
-from shoal.parallel.pipeline.stage_costs import computed_costs
+from shoal.parallel.pipeline.pieces import computed_costs, cut_pieces
 from shoal.plan import Plan
 from shoal.plan.schedules import Times, play
 from shoal.testing import RankPool

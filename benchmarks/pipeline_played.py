@@ -19,7 +19,7 @@ from rounds import Spread
 
 from shoal.errors import PlanError
 from shoal.plan.schedules import Action, Played, Schedule, Times, Work, play
-from shoal.plan.schedules.precedence import Precedence
+from shoal.plan.schedules.play import Precedence
 from shoal.timeline import Kind, Span, Timeline
 
 __all__ = ["PlayedStep", "median_times", "played_steps", "spread_of"]

@@ -34,14 +34,14 @@ from slow_links_methods import (
 )
 
 from shoal.bench import describe
-from shoal.bench.world import Ranks
-from shoal.cli.exchanged import sent_bytes
+from shoal.bench.settings import Ranks
+from shoal.cli.report import sent_bytes
 from shoal.cluster import Cluster, Level
 from shoal.cost import Costs
 from shoal.cost.collectives import collective_seconds
-from shoal.cost.outlook.changed_rates import with_all_rates
+from shoal.cost.outlook.observation import with_all_rates
 from shoal.cost.time import workload_on
-from shoal.cost.time.wire import SUM_WIDTH, Wire, compressed_sums, low_rank_share, payload_bytes
+from shoal.cost.time.buckets import SUM_WIDTH, Wire, compressed_sums, low_rank_share, payload_bytes
 from shoal.plan import Group
 from shoal.probe import QUICK, Place, fitted, measure_device, read_sheet
 from shoal.simulate import played_seconds

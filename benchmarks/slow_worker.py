@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shoal.bench.machine import describe
+from shoal.bench.report import describe
 from shoal.plan import Plan
 from shoal.server import Server, Servers
 from shoal.simulate import Meeting, course_of

@@ -33,8 +33,7 @@ from shoal.simulate import measured_timeline
 from shoal.testing import RankPool
 from shoal.timeline import Kind
 from shoal.train import OptimizerConfig, Trainer
-from shoal.train.inputs import Inputs
-from shoal.train.micro_batch import Reader
+from shoal.train.micro_batch import Inputs, Reader
 from shoal.train.update import Update
 
 CAUSES = (Cause.LOADER, Cause.COPY, Cause.FORWARD, Cause.BACKWARD, Cause.OPTIMIZER)

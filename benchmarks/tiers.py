@@ -33,8 +33,7 @@ from torch import nn
 from shoal.bench import describe
 from shoal.cluster import Cluster, Host
 from shoal.cost import Layout, memory_of
-from shoal.cost.time.offload import offload_of
-from shoal.cost.time.stored import stored_bytes
+from shoal.cost.time.offload import offload_of, stored_bytes
 from shoal.data import as_samples
 from shoal.models import build, preset
 from shoal.parallel import OffloadedOptimizer, parallelize

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shoal.collectives import page_lock
+from shoal.collectives import host_buffers
 
 
 class CudaRuntime:
@@ -32,7 +32,7 @@ class CudaRuntime:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> CudaRuntime:
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
-        monkeypatch.setattr(page_lock, "_runtime", lambda: self, raising=False)
+        monkeypatch.setattr(host_buffers, "_runtime", lambda: self, raising=False)
         return self
 
     def launch(self) -> None:

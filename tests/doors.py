@@ -94,7 +94,7 @@ aggregator = Aggregator("127.0.0.1:0")
 print(aggregator.address.rpartition(":")[2], flush=True)
 """,
     "Prometheus": """
-from shoal.record.destinations.prometheus import PrometheusLogger
+from shoal.record.destinations.opening import PrometheusLogger
 logger = PrometheusLogger("run", ("127.0.0.1", 0))
 print(logger.port, flush=True)
 """,

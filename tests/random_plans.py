@@ -10,7 +10,7 @@ from typing import Any
 from shoal.cluster import Cluster, Level
 from shoal.errors import PlanError
 from shoal.plan import CHOICES, Plan, SettledPlan, divisors, parse_settings
-from shoal.plan.order import DEFAULT_ORDER
+from shoal.plan.choices import DEFAULT_ORDER
 from shoal.plan.schedules import KINDS, NAMES
 from shoal.workload import Workload
 

@@ -23,7 +23,7 @@ MOST_LINES = 600
 
 
 def module_of(path):
-    """The dotted name of a file of the package: `shoal.plan.mesh`, `shoal.plan` for an `__init__`."""
+    """The dotted name of a file of the package: `shoal.plan.groups`, `shoal.plan` for an `__init__`."""
     parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import TCPStore
 from shoal.launch.agent import own_address
 from shoal.launch.launcher import open_store
 from shoal.listener import listen, loopback
-from shoal.record.destinations.prometheus import PrometheusLogger, parse_address
+from shoal.record.destinations.opening import PrometheusLogger, parse_address
 assert loopback() == own_address() == "::1"
 for address in ("", "::1"):
     store = open_store(address, 0)

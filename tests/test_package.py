@@ -1,5 +1,6 @@
 """What is built from the sources: one wheel for every Python 3, with the core where it can be compiled."""
 
+import importlib
 import os
 import shutil
 import subprocess
@@ -11,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli import version as version_module
 from shoal.collectives import core as core_module
 from shoal.errors import ConfigError
 
@@ -152,7 +152,8 @@ def test_a_core_from_another_system_is_named(tmp_path, monkeypatch):
     core.parent.mkdir()
     core.write_text("not a library")
     monkeypatch.setattr(core_module, "__file__", str(core.with_name("core.py")))
-    monkeypatch.setattr(version_module, "__file__", str(tmp_path / "cli" / "version.py"))
+    main = importlib.import_module("shoal.cli.main")
+    monkeypatch.setattr(main, "__file__", str(tmp_path / "cli" / "main.py"))
     with pytest.raises(ConfigError, match="the native core does not load: "):
         core_module.load_core.__wrapped__()
-    assert version_module._core().startswith("native core: does not load: ")
+    assert main._core().startswith("native core: does not load: ")

@@ -160,7 +160,7 @@ def bytes_of(text):
     "text",
     [
         {"kind": "object", "class": "os:system", "fields": [["command", "true"]]},
-        {"kind": "object", "class": "shoal.record.append:AppendFile", "fields": [["path", "x"]]},
+        {"kind": "object", "class": "shoal.record.metrics:AppendFile", "fields": [["path", "x"]]},
         {"kind": "object", "class": "shoal.cli.main:main", "fields": []},
         {"kind": "object", "class": "shoal.train.__main__:world", "fields": []},
         {"kind": "object", "class": "shoal.values:json.loads", "fields": []},

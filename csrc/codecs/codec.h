@@ -1,6 +1,6 @@
 // Encodes a vector of float32 into fewer bytes, a payload, and decodes it.
 //
-// The kinds, and how their payloads lie, are told in shoal/collectives/codecs/ (quantised.py, sparse.py, sampled.py),
+// The kinds, and how their payloads lie, are told in shoal/collectives/codecs/ (with_torch.py),
 // whose code gives the same bytes with torch's operators. Results do not depend on which vector unit is used. An element
 // that is infinite or NaN makes its decoded block (chunk, or stretch) have a NaN. Functions have no state.
 #pragma once

@@ -1,4 +1,4 @@
-// Kinds that send every element in fewer bits. shoal/collectives/codecs/quantised.py describes payloads and rounding.
+// Kinds that send every element in fewer bits. shoal/collectives/codecs/with_torch.py describes payloads and rounding.
 //
 // A Format has
 //   bits                          of an element

@@ -1,4 +1,4 @@
-// Random bits without a state, as in shoal/collectives/codecs/random_bits.py, which says where they are from.
+// Random bits without a state, as in shoal/collectives/codecs/with_torch.py, which says where they are from.
 #pragma once
 
 #include "codecs/lanes.h"

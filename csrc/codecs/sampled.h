@@ -1,5 +1,5 @@
 // The kind that sends one element of each stretch of N, at positions that follow from a hash: random.
-// shoal/collectives/codecs/sampled.py describes it.
+// shoal/collectives/codecs/with_torch.py describes it.
 #pragma once
 
 #include "codecs/kept.h"

@@ -1,5 +1,5 @@
 // Kinds that send the elements of each chunk that are largest: topk and threshold.
-// shoal/collectives/codecs/sparse.py describes payloads.
+// shoal/collectives/codecs/with_torch.py describes payloads.
 #pragma once
 
 #include "codecs/largest.h"

@@ -1,5 +1,5 @@
 // Sums in float64, added in one order on all vector units: that of `ordered_sum` in
-// shoal/collectives/codecs/rows.py.
+// shoal/collectives/codecs/with_torch.py.
 #pragma once
 
 #include "codecs/lanes.h"

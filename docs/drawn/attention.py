@@ -10,9 +10,8 @@ import torch
 
 from drawn.svg import BLUE, COLORS, WIDTH, arrow, box, frame, svg, text
 from drawn.watched import watch
-from shoal.parallel.context.fused_attention import Kernel, Operands, kernel_for
 from shoal.parallel.context.positions import POSITIONS
-from shoal.parallel.context.ring_attention import ring_attention
+from shoal.parallel.context.ring_attention import Kernel, Operands, kernel_for, ring_attention
 from shoal.parallel.context.ulysses import ulysses_attention
 
 __all__ = ["CHUNKS", "RANKS", "Block", "heads_and_positions", "pictures", "ring_steps"]

@@ -4,7 +4,6 @@
 (`Advice`, `Known`). Called by `shoal advise`, and by `shoal train --resume RUN --advice`.
 """
 
-from shoal.advise.advice import LEAST_GAIN, Advice
-from shoal.advise.advices import Known, advices
+from shoal.advise.advices import LEAST_GAIN, Advice, Known, advices
 
 __all__ = ["LEAST_GAIN", "Advice", "Known", "advices"]

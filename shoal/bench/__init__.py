@@ -5,9 +5,8 @@ Nouns: Settings (what to measure), Collective (the buffers and the bus factor of
 facts about the machine). `shoal bench` starts the ranks; on each rank `run` measures, and rank 0 reports.
 """
 
-from shoal.bench.collective import COLLECTIVES, Collective, Extent
-from shoal.bench.machine import Machine, describe
-from shoal.bench.row import Row, ratio
+from shoal.bench.collective import COLLECTIVES, Collective, Extent, Row, ratio
+from shoal.bench.report import Machine, describe
 from shoal.bench.settings import BACKENDS, DTYPES, OPERATORS, Settings, parse_names, parse_sizes
 
 __all__ = [

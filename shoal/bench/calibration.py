@@ -8,16 +8,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from shoal.bench.contestants.torch_group import TorchGroup
-from shoal.bench.machine import describe
+from shoal.bench.contestants.contestant import TorchGroup
 from shoal.bench.measure import measure
-from shoal.bench.settings import Settings
-from shoal.bench.world import Ranks
+from shoal.bench.report import describe
+from shoal.bench.settings import Ranks, Settings
 from shoal.collectives.calibrate import calibrate
 from shoal.collectives.core import load_core
 from shoal.collectives.group import ProcessGroup
 from shoal.collectives.options import Options
-from shoal.collectives.table_file import built_in_table, save_table
+from shoal.collectives.table import built_in_table, save_table
 from shoal.cost import COLLECTIVES
 
 _ROUNDS = 3

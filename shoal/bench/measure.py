@@ -15,22 +15,25 @@ page faults belong to the operation. This holds for every contestant.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import mmap
+import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import cycle, islice
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 
-from shoal.bench.collective import COLLECTIVES, Collective, Extent
-from shoal.bench.contestants import Buffers, Contestant, Operation, UnsupportedError
-from shoal.bench.reference import expected, given
-from shoal.bench.row import Row
-from shoal.bench.settings import Settings
-from shoal.bench.world import Ranks
+from shoal.bench.collective import COLLECTIVES, Collective, Extent, Row, expected, given
+from shoal.bench.contestants import Buffers, Contestant, Operation, UnsupportedError, enter
+from shoal.bench.report import Facts, describe, plot
+from shoal.bench.settings import Ranks, Settings
+from shoal.errors import CommunicationError
 
 _TURN_SECONDS = 0.05
 _WARM_UP_SECONDS = 0.01
@@ -236,3 +239,57 @@ def _new_pages(elements: int, like: torch.Tensor) -> torch.Tensor:
     nbytes = max(elements, 1) * like.element_size()
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(pages, dtype=like.dtype, count=elements) if elements else torch.empty_like(like)
+
+
+Report = Callable[[Iterable[tuple[Row, ...]], Facts], None]
+
+
+def run(settings: Settings, ranks: Ranks, report: Report, picture: Path | None) -> None:
+    """Measure, within the default group of the ranks.
+
+    Args:
+        settings: What to measure.
+        ranks: This rank and the number of ranks.
+        report: Function that iterates over the measurements and prints them, on rank 0.
+        picture: The file to plot to, if any.
+
+    Raises:
+        CommunicationError: On rank 0, after the report: a result was wrong.
+    """
+    torch.set_num_threads(1)
+    contestants = {
+        name: enter(name, algorithms=settings.algorithms, local_rank=ranks.local_rank)
+        for name in settings.backends
+    }
+    rows: list[Row] = []
+
+    def measured() -> Iterable[tuple[Row, ...]]:
+        for point in measure(settings, contestants, ranks):
+            rows.extend(point)
+            yield point
+
+    if ranks.rank != 0:
+        for _ in measured():
+            pass
+        return
+    versions = {name: contestant.version() for name, contestant in contestants.items()}
+    report(measured(), Facts(settings=settings, ranks=ranks.count, machine=describe(), versions=versions))
+    if picture is not None:
+        plot(rows, picture)
+        print(f"plot written to {picture}", file=sys.stderr)
+    if wrong := sum(row.wrong or 0 for row in rows):
+        raise CommunicationError(f"{wrong} elements of results are wrong; see the lines below the tables")
+
+
+@contextlib.contextmanager
+def stdout_for_data() -> Iterator[None]:
+    """Within this context, send the output of native libraries to stderr, so that only Python uses stdout."""
+    sys.stdout.flush()
+    with os.fdopen(os.dup(1), "w") as data:
+        os.dup2(2, 1)
+        try:
+            with contextlib.redirect_stdout(data):
+                yield
+        finally:
+            data.flush()
+            os.dup2(data.fileno(), 1)

@@ -13,7 +13,7 @@ from shutil import which
 from socket import gethostname, socket
 from typing import Any, NoReturn
 
-from shoal.bench.world import Ranks
+from shoal.bench.settings import Ranks
 from shoal.errors import ConfigError, WorkerError
 
 _LOCAL = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1"}

@@ -6,10 +6,9 @@ another with the reference), Verdict (the result for a Plan), Departure (the fir
 cause). The command line calls `compare_locally`, or `compare_here` on ranks that another launcher started.
 """
 
-from shoal.check.choice import covering, with_axes
-from shoal.check.runner import CheckJob, Comparison, compare_here, compare_locally
+from shoal.check.reference import Tolerance, require_precision
+from shoal.check.runner import CheckJob, Comparison, compare_here, compare_locally, covering, with_axes
 from shoal.check.task_trial import AnyTrial, TaskTrial, trial_of
-from shoal.check.tolerance import Tolerance, require_precision
 from shoal.check.trial import Trial
 from shoal.check.verdict import Departure, Deviation, StepReport, Verdict
 

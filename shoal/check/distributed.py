@@ -5,9 +5,9 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -15,17 +15,58 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import nn
 
-from shoal.check.forward_recorder import ForwardRecorder
-from shoal.check.samples import RandomTokens
 from shoal.check.trace import RankTrace, Trace
-from shoal.check.trial import OPTIMIZER, Trial
+from shoal.check.trial import OPTIMIZER, RandomTokens, Trial
 from shoal.models import batch_normalizations
 from shoal.parallel import Axis, Owned, Parallel
 from shoal.parallel.pipeline.stage_layout import parts_by_piece, stages_of
 from shoal.plan import Plan
-from shoal.record import Recorder
+from shoal.plan.schedules import Action
+from shoal.record import NullRecorder, OpenSpan, Recorder
+from shoal.timeline import Kind
 from shoal.train.micro_batch import TrainingData
 from shoal.train.trainer import Runtime, Trainer
+
+
+@final
+class ForwardRecorder(Recorder):
+    """Receives a Trainer's spans in one step, and knows which micro-batch's forward is running.
+
+    In a pipeline the name of a forward's span is the schedule's action. Otherwise micro-batches come one
+    after the other.
+
+    Attributes:
+        microbatch: Number of the micro-batch in the step; None outside of forwards.
+    """
+
+    def __init__(self) -> None:
+        self.microbatch: int | None = None
+        self._begun = 0
+        self._nothing = NullRecorder()
+
+    @contextmanager
+    def span(self, kind: Kind, name: str = "", **fields: Any) -> Iterator[None]:
+        """See `Recorder.span`."""
+        if kind is not Kind.FORWARD:
+            yield
+            return
+        self.microbatch = Action.parse(name).microbatch if name else self._begun
+        self._begun += 1
+        try:
+            yield
+        finally:
+            self.microbatch = None
+
+    def open(self, kind: Kind, name: str = "", **fields: Any) -> OpenSpan:
+        """See `Recorder.open`."""
+        return self._nothing.open(kind, name, **fields)
+
+    def step(self, index: int) -> AbstractContextManager[None]:
+        """See `Recorder.step`."""
+        return self._nothing.step(index)
+
+    def close(self) -> None:
+        """See `Recorder.close`."""
 
 
 @dataclass(frozen=True, slots=True)

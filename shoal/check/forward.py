@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shoal.check.reference import forward_of
-from shoal.check.tolerance import TYPES, bound_of
+from shoal.check.reference import TYPES, bound_of, forward_of
 from shoal.check.trace import Forward, Note, Place, RankTrace, joined
 from shoal.check.trial import Trial
 from shoal.plan import Mesh

@@ -7,7 +7,6 @@ Background (saves beside the training), Store (a run in an object store). The tr
 `shoal checkpoint` lists, verifies, compares and copies.
 """
 
-from shoal.checkpoint.compare import Difference, compare
 from shoal.checkpoint.coordinator import (
     Coordinator,
     ProcessGroupCoordinator,
@@ -18,25 +17,28 @@ from shoal.checkpoint.coordinator import (
     attempt_together,
     coordinator_beside,
 )
-from shoal.checkpoint.directory import checkpoints, free_path, resolve, staging_path, step_of
-from shoal.checkpoint.files import REAL_FILES, FileSystem, RealFiles
-from shoal.checkpoint.load import load, load_verified
-from shoal.checkpoint.manifest import FileRecord, Manifest, StoredPiece, TensorRecord, read_manifest
-from shoal.checkpoint.mapped_file import make_mapped_file
-from shoal.checkpoint.region import Piece, Region
-from shoal.checkpoint.save import Background, Ended, Saver, save
-from shoal.checkpoint.shard import dtype_named
-from shoal.checkpoint.staging import Staging
-from shoal.checkpoint.store import Store, is_url
-from shoal.checkpoint.verify import (
+from shoal.checkpoint.directory import (
     check_sizes,
+    checkpoints,
+    free_path,
     latest,
     newest_sound,
     newest_verified,
     read_together,
+    resolve,
     retain,
+    staging_path,
+    step_of,
     verify,
 )
+from shoal.checkpoint.files import REAL_FILES, FileSystem, RealFiles
+from shoal.checkpoint.load import Difference, compare, load, load_verified
+from shoal.checkpoint.manifest import FileRecord, Manifest, StoredPiece, TensorRecord, read_manifest
+from shoal.checkpoint.region import Piece, Region
+from shoal.checkpoint.save import Background, Ended, Saver, save
+from shoal.checkpoint.shard import dtype_named, make_mapped_file
+from shoal.checkpoint.staging import Staging
+from shoal.checkpoint.store import Store, is_url
 
 __all__ = [
     "REAL_FILES",

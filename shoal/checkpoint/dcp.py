@@ -36,13 +36,13 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_by_dcp
 from torch.distributed.checkpoint.state_dict_saver import save as save_by_dcp
 
 from shoal.checkpoint.coordinator import SingleProcess
+from shoal.checkpoint.directory import verify
 from shoal.checkpoint.files import REAL_FILES, remove_tree
 from shoal.checkpoint.load import fill
 from shoal.checkpoint.manifest import Manifest, read_manifest
 from shoal.checkpoint.region import Piece, Region, check_coverage
 from shoal.checkpoint.save import save
 from shoal.checkpoint.shard import dtype_named
-from shoal.checkpoint.verify import verify
 from shoal.errors import CheckpointError, CorruptCheckpointError, RunError
 from shoal.limits import is_inside, open_regular, strict_json_of
 

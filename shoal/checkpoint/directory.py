@@ -17,11 +17,15 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
-from shoal.checkpoint.files import FileSystem, remove_tree
-from shoal.errors import CheckpointError
+from shoal.checkpoint.coordinator import Coordinator, SingleProcess, attempt_on_rank_zero, attempt_together
+from shoal.checkpoint.files import REAL_FILES, FileSystem, hash_of_file, remove_tree
+from shoal.checkpoint.manifest import FileRecord, Manifest, read_manifest
+from shoal.errors import CheckpointError, ConfigError, CorruptCheckpointError
+from shoal.run.writer import claimed
 
 _COMPLETE = re.compile(r"step-([0-9]+)(?:\.([0-9]+))?")
 _LEFT_OVER = re.compile(r"step-[0-9]+(?:\.([0-9]+))?\.(tmp|deleted)")
@@ -157,3 +161,198 @@ def _order(path: Path) -> tuple[int, int]:
     if age is None:
         raise CheckpointError(f"{path} is not a checkpoint: the name of its directory must be step-N")
     return age
+
+
+T = TypeVar("T")
+
+
+def verify(path: Path, coordinator: Coordinator | None = None) -> None:
+    """Read a checkpoint in full and compare it with its manifest.
+
+    Args:
+        path: The directory of the checkpoint.
+        coordinator: The ranks that share the reading and then agree; None for this process alone.
+
+    Raises:
+        CorruptCheckpointError: A file is missing, or its size or hash is not that of the manifest, or the
+            manifest itself is missing, incomplete, altered or of another format. The message names the file
+            and the fault.
+    """
+    ranks = coordinator or SingleProcess()
+    attempt_together(ranks, f"cannot verify {path}", lambda: _verify_share(path, ranks))
+
+
+def newest_verified(
+    candidates: Sequence[Path], coordinator: Coordinator, say: Callable[[str], object]
+) -> Path | None:
+    """Return the first of `candidates` that verifies.
+
+    Args:
+        candidates, coordinator, say: See `newest_sound`.
+
+    Returns:
+        The checkpoint, or None if there is none that verifies.
+    """
+    found = newest_sound(candidates, coordinator, say, lambda path: verify(path, coordinator))
+    return None if found is None else found[0]
+
+
+def newest_sound(
+    candidates: Sequence[Path],
+    coordinator: Coordinator,
+    say: Callable[[str], object],
+    attempt: Callable[[Path], T],
+) -> tuple[Path, T] | None:
+    """Attempt one checkpoint after the other, until one is not corrupt.
+
+    Args:
+        candidates: Checkpoints, newest first; those of rank 0 count.
+        coordinator: The ranks, which all get the same checkpoint.
+        say: Function that is called on rank 0 with one line for each corrupt checkpoint that is skipped.
+        attempt: Function that all ranks call together with a checkpoint. It raises CorruptCheckpointError on
+            all of them, or on none.
+
+    Returns:
+        The checkpoint, with the result of the attempt; None if all are corrupt.
+    """
+    shared: list[Path] = coordinator.all_gather_object(list(candidates))[0]
+    for path in shared:
+        try:
+            return path, attempt(path)
+        except CorruptCheckpointError as error:
+            if coordinator.rank == 0:
+                say(f"checkpoint {path.name} is corrupt and is skipped: {error}")
+    return None
+
+
+def latest(directory: Path, coordinator: Coordinator, say: Callable[[str], object]) -> Path | None:
+    """Return the newest checkpoint in `directory` that verifies; see `newest_verified`."""
+    found = attempt_on_rank_zero(coordinator, f"cannot list {directory}", lambda: checkpoints(directory))
+    return newest_verified(found, coordinator, say)
+
+
+def check_sizes(path: Path) -> Manifest:
+    """Check that every file of a checkpoint is there in full, without reading the tensors.
+
+    Returns:
+        The checkpoint's manifest.
+
+    Raises:
+        CorruptCheckpointError: A file is missing or has another size, or the manifest is not what was
+            written. The message names the file.
+    """
+    manifest = read_manifest(path)
+    for name, record in manifest.files.items():
+        check_size(path / name, record)
+    return manifest
+
+
+def read_together(path: Path, coordinator: Coordinator) -> Manifest:
+    """Read a manifest on every rank, without the tensors.
+
+    Raises:
+        CorruptCheckpointError: A rank cannot read it. All ranks raise the same error.
+    """
+    read: list[Manifest] = []
+    attempt_together(coordinator, f"cannot load {path}", lambda: read.append(read_manifest(path)))
+    return read[0]
+
+
+def check_size(path: Path, record: FileRecord) -> None:
+    """Check that a file is there in full; errors as in `check_sizes`."""
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise CorruptCheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    if size != record.size:
+        raise CorruptCheckpointError(f"{path} has {size} bytes; the manifest says {record.size}")
+
+
+def check_hash(path: Path, found: str, record: FileRecord) -> None:
+    """Check the SHA-256 that a file has now.
+
+    Raises:
+        CorruptCheckpointError: It is not that of the manifest.
+    """
+    if found != record.sha256:
+        raise CorruptCheckpointError(f"{path} was changed after it was written: its sha256 differs")
+
+
+def retain(
+    directory: Path,
+    keep: int,
+    coordinator: Coordinator,
+    say: Callable[[str], object] = lambda _: None,
+    files: FileSystem = REAL_FILES,
+    *,
+    sound: Path | None = None,
+) -> list[Path]:
+    """Delete the oldest checkpoints, so that `keep` stay; all ranks call this together.
+
+    At least one checkpoint that stays is known to be sound before any is deleted: it is `sound`, or it is
+    verified. `sound` stays though `keep` others may have higher steps, as after a return to an earlier step.
+    If none of the newest `keep` is sound, the newest sound one among the older stays too. If none is sound,
+    none is deleted. One that this process is copying to a store stays until a later call. A link to a
+    checkpoint, which no save makes, stays and is none of the `keep`.
+
+    Args:
+        directory: The directory of checkpoints.
+        keep: Number of newest checkpoints that stay, at least 1.
+        coordinator: The ranks, which share the verification.
+        say: Function that is called on rank 0 with one line for each corrupt checkpoint that is found.
+        files: The FileSystem that they are deleted from.
+        sound: A checkpoint that these ranks have just saved or verified, so that none is read again.
+
+    Returns:
+        The directories that were deleted, newest first, equal on every rank.
+
+    Raises:
+        ConfigError: `keep` is less than 1.
+        CheckpointError: The disk reported an error. All ranks raise the same error.
+    """
+    if keep < 1:
+        raise ConfigError(
+            f"keep={keep} would delete the only checkpoint",
+            possible="1 or more",
+            change="give the number of newest checkpoints to keep",
+        )
+    purpose = f"cannot delete old checkpoints in {directory}"
+    found, read = attempt_on_rank_zero(coordinator, purpose, lambda: _list_and_sweep(directory, files))
+    kept, surplus = found[:keep], [each for each in found[keep:] if each != sound and each.name not in read]
+    if not surplus:
+        return []
+    if sound not in found and newest_verified(kept, coordinator, say) is None:
+        survivor = newest_verified(surplus, coordinator, say)
+        surplus = [path for path in surplus if path != survivor] if survivor is not None else []
+    attempt_on_rank_zero(coordinator, purpose, lambda: _delete(directory, surplus, files))
+    return surplus
+
+
+def _verify_share(path: Path, coordinator: Coordinator) -> None:
+    files = read_manifest(path).files
+    # Assign files by size, largest first, so that the ranks read about as much each.
+    by_size = sorted(files, key=lambda name: (-files[name].size, name))[coordinator.rank :: coordinator.size]
+    for name in by_size:
+        check_size(path / name, files[name])
+    for name in by_size:
+        try:
+            found = hash_of_file(path / name)
+        except OSError as error:
+            raise CorruptCheckpointError(f"{path / name} cannot be read: {error.strerror}") from error
+        check_hash(path / name, found, files[name])
+
+
+def _list_and_sweep(directory: Path, files: FileSystem) -> tuple[list[Path], set[str]]:
+    """Return the checkpoints, newest first, and the names of those that this process reads now."""
+    found = [path for path in checkpoints(directory) if not path.is_symlink()]
+    if not found:
+        return [], set()
+    with claimed(directory) as writer:
+        sweep(directory, files, writer.number, writer.begun)
+        return found, set(writer.read)
+
+
+def _delete(directory: Path, surplus: list[Path], files: FileSystem) -> None:
+    with claimed(directory) as writer:
+        writer.require_newest()
+        delete(surplus, files)

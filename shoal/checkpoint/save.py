@@ -40,12 +40,11 @@ from shoal.checkpoint.coordinator import (
     attempt_on_rank_zero,
     attempt_together,
 )
-from shoal.checkpoint.directory import checkpoints, delete, free_path, staging_path, step_of, sweep
+from shoal.checkpoint.directory import checkpoints, delete, free_path, retain, staging_path, step_of, sweep
 from shoal.checkpoint.files import REAL_FILES, Chunks, FileSystem, remove_tree, write_file
 from shoal.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, TensorRecord, merge
 from shoal.checkpoint.region import Piece
 from shoal.checkpoint.shard import Shard, Values, describe, own_values
-from shoal.checkpoint.verify import retain
 from shoal.collectives.thread_device import on_callers_device
 from shoal.errors import CheckpointError, ShoalError
 from shoal.run.writer import Claiming, Writer

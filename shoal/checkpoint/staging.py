@@ -13,7 +13,7 @@ import torch
 from shoal.checkpoint.files import ALIGNMENT
 from shoal.checkpoint.region import Piece
 from shoal.checkpoint.shard import in_order
-from shoal.collectives.page_lock import HostPages
+from shoal.collectives.host_buffers import HostPages
 from shoal.collectives.thread_device import on_callers_device
 
 _SPARE, _LEAST = (

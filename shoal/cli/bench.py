@@ -22,7 +22,7 @@ from shoal.errors import ConfigError, WorkerError
 
 if TYPE_CHECKING:
     from shoal.bench import Settings
-    from shoal.bench.world import Ranks
+    from shoal.bench.settings import Ranks
     from shoal.launch import Nursery
 
 _STOPPED = 130
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     """
     # Imported here because they bring torch, which `--help` should not wait for.
     from shoal.bench.mpirun import abort, choose_master, ranks_of_mpi, started_by_mpirun
-    from shoal.bench.world import Ranks
+    from shoal.bench.settings import Ranks
     from shoal.launch import find_world, run_rank
 
     world = find_world()
@@ -124,7 +124,7 @@ def _settings(args: argparse.Namespace) -> Settings:
     """Return the settings, after a check that they can be measured."""
     from shoal.bench import COLLECTIVES, Settings, parse_names, parse_sizes
     from shoal.bench.contestants import require_available
-    from shoal.bench.plot import require_plot
+    from shoal.bench.report import require_plot
 
     settings = Settings(
         collectives=tuple(COLLECTIVES) if args.collective == "all" else parse_names(args.collective),
@@ -149,9 +149,9 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 def _measure(args: argparse.Namespace, settings: Settings, ranks: Ranks) -> int:
     from shoal.bench.calibration import write_table
+    from shoal.bench.measure import run, stdout_for_data
     from shoal.bench.report import report_json, report_table
-    from shoal.bench.run import run, stdout_for_data
-    from shoal.bench.world import joined
+    from shoal.bench.settings import joined
 
     with stdout_for_data(), joined(ranks):
         if args.calibrate is not None:

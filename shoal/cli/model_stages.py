@@ -184,11 +184,16 @@ def open_model(args: argparse.Namespace, activations: Callable[[int], int | None
     from shoal.check import Trial
     from shoal.launch import choose_device
     from shoal.parallel import Batch
-    from shoal.parallel.pipeline.piece_memory import with_memory
-    from shoal.parallel.pipeline.pieces import Room, cut_pieces
-    from shoal.parallel.pipeline.stage_costs import computed_costs
+    from shoal.parallel.pipeline.pieces import (
+        Room,
+        computed_costs,
+        costs_on_device,
+        cut_pieces,
+        device_name,
+        settled_on_device,
+        with_memory,
+    )
     from shoal.parallel.pipeline.stage_layout import stages_of
-    from shoal.parallel.pipeline.stage_split import costs_on_device, device_name, settled_on_device
     from shoal.train import load_config
 
     sys.path.insert(0, os.getcwd())  # for a model of the user's own, `file:function`
@@ -260,7 +265,7 @@ def _measured(trial: Trial, device_asked: str, recompute: str) -> list[Cost]:
     from shoal.launch import choose_device
     from shoal.models import next_token_loss
     from shoal.parallel.compiled import compile_blocks
-    from shoal.parallel.pipeline.stage_costs import measured_costs
+    from shoal.parallel.pipeline.pieces import measured_costs
     from shoal.parallel.pipeline.stage_layout import named_part, stages_of
 
     device = choose_device(device_asked, 0)

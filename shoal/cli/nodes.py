@@ -124,7 +124,7 @@ def _require_elastic(args: argparse.Namespace, job: Job) -> None:
 
 
 def _address(args: argparse.Namespace) -> tuple[str, int]:
-    from shoal.collectives.interface import split_address
+    from shoal.collectives.options import split_address
 
     if args.rendezvous is not None:
         return split_address(args.rendezvous, "--rendezvous")

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.table import paragraph
+from shoal.cli.table import paragraph, table_of
 from shoal.errors import ClusterError, ConfigError
 from shoal.units import format_bytes, format_count, format_seconds, parse_count
 
 if TYPE_CHECKING:
     from shoal.cluster import Cluster
     from shoal.cost.outlook import LongRun
+    from shoal.plan import Plan
+    from shoal.simulate import Traffic
     from shoal.workload import Workload
+
 
 _DAY = 86400.0
 
@@ -187,3 +191,75 @@ def _failures_text(run: LongRun) -> list[str]:
         f"Goodput {goodput.share:.1%}: {goodput.saving:.1%} of the time goes into saving, "
         f"{goodput.restarting:.1%} into restarts, {goodput.lost:.1%} into steps that are repeated.",
     ]
+
+
+ASIDE = "90 % in"
+"""Head of the column that `aside` fills."""
+
+
+def band_summary(workload: Workload, cluster: Cluster, plan: Plan, seconds: float) -> dict[str, Any]:
+    """Return the band of a step with these predicted seconds, as `--json` has it."""
+    from shoal.cost.outlook import band_of
+
+    band = band_of(workload, cluster, plan)
+    low, high = band.around(seconds)
+    return {"step_seconds_low": low, "step_seconds_high": high, "validated": band.validated}
+
+
+def aside(summary: Mapping[str, Any], seconds: float) -> str:
+    """Return how far the two ends of a band are from the predicted seconds."""
+    low, high = (summary[f"step_seconds_{end}"] / seconds - 1 for end in ("low", "high"))
+    return f"{low:+.0%} {high:+.0%}"
+
+
+def band_text(summary: Mapping[str, Any]) -> str:
+    """Return the words about the band of a step."""
+    low, high = (format_seconds(summary[f"step_seconds_{end}"]) for end in ("low", "high"))
+    return f"90 % within {low} to {high} ({summary['validated']})"
+
+
+def traffic_summary(traffic: Traffic, exposed: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Return the exchanges of a rank as objects for JSON.
+
+    Args:
+        traffic: Traffic of the rank.
+        exposed: Exposed seconds of a step by purpose. All exchanges for a purpose have the same share of its
+            seconds; for purposes that are not in it, they are not known.
+    """
+    totals = {purpose: traffic.seconds(purpose) for purpose in exposed}
+    shares = {name: min(1.0, exposed[name] / total) for name, total in totals.items() if total > 0}
+    return [
+        {
+            "exchange": each.name,
+            "purpose": each.purpose,
+            "bytes": each.bytes,
+            "ranks": each.ranks,
+            "level": each.level,
+            "algorithm": each.algorithm,
+            "seconds": each.seconds,
+            "times": each.times,
+            "exposed_share": shares.get(each.purpose),
+        }
+        for each in traffic.exchanges
+    ]
+
+
+def traffic_text(exchanges: Sequence[Mapping[str, Any]]) -> str:
+    """Return the result of `traffic_summary` as a table."""
+    return table_of(
+        ["exchanged in a step", "for", "bytes", "ranks", "over", "algorithm", "each", "times", "exposed"],
+        [
+            [
+                each["exchange"],
+                each["purpose"],
+                format_bytes(round(each["bytes"])),
+                str(each["ranks"]),
+                each["level"],
+                each["algorithm"],
+                format_seconds(each["seconds"]),
+                f"{each['times']:,}",
+                "-" if each["exposed_share"] is None else f"{each['exposed_share']:.0%}",
+            ]
+            for each in exchanges
+        ],
+    )

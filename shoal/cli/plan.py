@@ -9,11 +9,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.band import ASIDE, aside, band_summary, band_text
-from shoal.cli.files import write_text
-from shoal.cli.outlook import add_outlook, as_asked, long_run_of, long_run_summary, long_run_text
-from shoal.cli.table import as_json, paragraph, table_of
-from shoal.cli.traffic import traffic_summary, traffic_text
+from shoal.cli.outlook import (
+    ASIDE,
+    add_outlook,
+    as_asked,
+    aside,
+    band_summary,
+    band_text,
+    long_run_of,
+    long_run_summary,
+    long_run_text,
+    traffic_summary,
+    traffic_text,
+)
+from shoal.cli.table import as_json, paragraph, table_of, write_text
 from shoal.cli.workload import MFU, add_margin, add_workload, open_workload
 from shoal.errors import ModelError
 from shoal.units import format_bytes, format_count, format_seconds

@@ -25,7 +25,7 @@ from shoal.cluster import Cluster
 from shoal.errors import ConfigError, UserError, WorkerError, nearest
 
 if TYPE_CHECKING:
-    from shoal.bench.world import Ranks
+    from shoal.bench.settings import Ranks
     from shoal.launch import Nursery
     from shoal.probe import Probed
 
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         WorkerError: A rank failed.
     """
     # Imported here because they bring torch, which `--help` should not wait for.
-    from shoal.bench.world import Ranks
+    from shoal.bench.settings import Ranks
     from shoal.launch import find_world, run_rank
 
     if args.links:
@@ -161,8 +161,8 @@ def _require_writable(path: Path) -> None:
 
 
 def _measure(args: argparse.Namespace, backend: str, ranks: Ranks) -> int:
-    from shoal.bench.run import stdout_for_data
-    from shoal.bench.world import joined
+    from shoal.bench.measure import stdout_for_data
+    from shoal.bench.settings import joined
     from shoal.probe import QUICK, THOROUGH, Place, measure_files, probe
 
     def say(text: str) -> None:

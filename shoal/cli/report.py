@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -21,16 +23,13 @@ from shoal.cli.breakdown import (
     verdict_summary,
     words,
 )
-from shoal.cli.exchanged import exchanged_summary, exchanged_text
-from shoal.cli.files import write_file
-from shoal.cli.table import as_json, labelled, paragraph, table_of
-from shoal.cli.timelines import timeline_at
+from shoal.cli.table import as_json, labelled, paragraph, table_of, timeline_at, write_file
 from shoal.cluster import Cluster
 from shoal.cost.outlook import account_summary
 from shoal.diagnosis import told_by, verdict
-from shoal.errors import RunError, UserError
+from shoal.errors import MissingExtraError, RunError, UserError
 from shoal.foreign import is_foreign
-from shoal.plan import Plan
+from shoal.plan import Groups, Plan
 from shoal.run import Run, account, json_number, speed_of
 from shoal.simulate import (
     Prediction,
@@ -40,8 +39,83 @@ from shoal.simulate import (
     recorded_cluster,
     stage_times,
 )
-from shoal.timeline import Breakdown, Timeline, explain, named_collectives, write_chrome_trace
+from shoal.timeline import (
+    Breakdown,
+    Kind,
+    Purpose,
+    Span,
+    Timeline,
+    explain,
+    named_collectives,
+    write_chrome_trace,
+)
+from shoal.timeline.intervals import StepWindows
 from shoal.units import format_count, format_seconds, parse_steps
+
+_SENT = {"all_reduce": 2.0, "reduce_scatter": 1.0, "all_gather": 1.0, "all_to_all": 1.0}
+"""Bytes that each of n ranks sends, over (n - 1) / n of the bytes that its span is counted with."""
+
+_SERVED = ("push", "pull")
+_FP32 = 4
+
+
+def exchanged_summary(plan: Plan, timeline: Timeline, parameters: int) -> dict[str, float] | None:
+    """Return the bytes of a mean step of a rank, for JSON; None if all workers average whole gradients.
+
+    What workers send when they save or validate is not in a step. Whole gradients of a rank's part, fp32,
+    take 2 (d - 1) / d of its bytes between d workers, and twice its bytes to servers and back.
+
+    Args:
+        plan: The Plan of the run.
+        timeline: Its spans.
+        parameters: Parameters of the model.
+    """
+    exchange, workers = plan.exchanged, plan.replicas
+    is_loose = exchange.merges or exchange.compresses or exchange.is_chosen or exchange.is_served
+    if not is_loose or workers == 1 or not timeline.steps():
+        return None
+    groups = set() if exchange.is_served else set(Groups.of(plan).workers.tile(plan.ranks))
+    steps, sent = 0, 0.0
+    for rank in timeline.ranks:
+        made = [step for index in timeline.steps() if (step := timeline.step(rank, index)) is not None]
+        starts = [step.start for step in made]
+        steps += len(made)
+        for span in timeline.of(rank):
+            place = bisect_right(starts, span.start) - 1
+            if place >= 0 and span.start < made[place].stop:
+                sent += _sent(span, groups)
+    cut = plan.tp * plan.pp * (plan.shards * plan.cp if plan.sharding.cuts_optimizer else 1)
+    whole = _FP32 * parameters / cut * 2 * (1 if exchange.is_served else (workers - 1) / workers)
+    return {"sent": sent / steps, "whole_gradients": whole}
+
+
+def exchanged_text(summary: Mapping[str, float]) -> str:
+    """Return the sentence of a report about what `exchanged_summary` returned."""
+    sent, whole = summary["sent"], summary["whole_gradients"]
+    text = f"{sent / 1e6:,.3g} MB of a rank to other workers in the mean step"
+    return f"{text}, 1/{whole / sent:,.1f} of whole gradients" if sent > 0 else text
+
+
+def sent_bytes(operation: str, nbytes: float, ranks: int) -> float:
+    """Return the bytes that each rank of a collective sends; 0 for one that sums or gathers nothing.
+
+    Args:
+        operation: Its name, such as "all_reduce".
+        nbytes: Its bytes, counted as in nccl-tests' algbw.
+        ranks: Number of ranks.
+    """
+    return _SENT.get(operation, 0.0) * nbytes * (ranks - 1) / ranks
+
+
+def _sent(span: Span, groups: set[tuple[int, ...]]) -> float:
+    """Return the bytes that a rank sent in a span, or exchanged with servers; 0 if not between workers."""
+    if span.kind != Kind.COLLECTIVE or span.purpose != Purpose.DATA:
+        return 0.0
+    operation = span.name.partition(":")[0]
+    if operation in _SERVED:
+        return float(span.bytes)
+    return sent_bytes(operation, span.bytes, len(span.group)) if span.group in groups else 0.0
+
 
 _DESCRIBED = ("name", "plan", "world_size", "model", "device", "since_step")
 _OF_METRICS = (
@@ -123,7 +197,7 @@ def run(args: argparse.Namespace) -> int:
         shown = timeline if steps is None else _only_steps(steps, timeline, opened)
         _write_trace(opened, shown, args.rank, args.trace)
     if args.parquet is not None:
-        from shoal.cli.parquet import write_parquet
+        from shoal.cli.report import write_parquet
 
         folder = args.parquet
         write_file("tables", folder, "--parquet", lambda folder: write_parquet(opened, timeline, folder))
@@ -427,3 +501,80 @@ def _stages_text(stages: Sequence[Mapping[str, Any]]) -> str:
         for stage in stages
     ]
     return table_of(["seconds of stage", "ranks", *works, "step", "of the mean"], rows)
+
+
+_ROWS = 50_000
+"""Rows of a group, which is written at once."""
+
+
+def write_parquet(run: Run, timeline: Timeline, folder: Path) -> None:
+    """Write `spans.parquet` and `metrics.parquet` into a folder; make the folder.
+
+    A span has its step, or null between steps; times are in seconds. Metrics have a row for each step.
+
+    Raises:
+        MissingExtraError: pyarrow is not installed.
+    """
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ImportError as error:
+        raise MissingExtraError("writing Parquet files", package="pyarrow", extra="parquet") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    word = pa.dictionary(pa.int32(), pa.string())
+    schema = pa.schema(
+        {
+            "rank": pa.int32(),
+            "step": pa.int64(),
+            "lane": word,
+            "kind": word,
+            "name": pa.string(),
+            "start": pa.float64(),
+            "duration": pa.float64(),
+            "bytes": pa.int64(),
+            "group": pa.list_(pa.int32()),
+            "algorithm": word,
+            "purpose": word,
+        }
+    )
+    with parquet.ParquetWriter(folder / "spans.parquet", schema) as writer:
+        spans = _spans(timeline)
+        while rows := list(islice(spans, _ROWS)):
+            writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+    metrics = run.metrics()
+    parquet.write_table(pa.table(_columns(metrics)), folder / "metrics.parquet")
+
+
+def _spans(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    for rank in timeline.ranks:
+        windows = StepWindows(timeline, rank)
+        for span in timeline.of(rank):
+            yield _row(span, windows.started_in(span))
+
+
+def _row(span: Span, step: int | None) -> dict[str, Any]:
+    return {
+        "rank": span.rank,
+        "step": step,
+        "lane": span.lane,
+        "kind": span.kind,
+        "name": span.name,
+        "start": span.start,
+        "duration": span.duration,
+        "bytes": span.bytes,
+        "group": list(span.group),
+        "algorithm": span.algorithm,
+        "purpose": span.purpose,
+    }
+
+
+def _columns(metrics: Sequence[Mapping[str, Any]]) -> dict[str, list[float | int | None]]:
+    """Return the values by name; None for a step without one, and for a value that is no number."""
+    names = dict.fromkeys(["step", *(name for values in metrics for name in values)])
+    return {name: [_number(values.get(name), name == "step") for values in metrics] for name in names}
+
+
+def _number(value: object, is_step: bool) -> float | int | None:
+    if not isinstance(value, int | float):
+        return None
+    return int(value) if is_step else float(value)

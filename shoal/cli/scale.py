@@ -14,10 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shoal.cli.band import ASIDE, aside, band_summary
-from shoal.cli.files import write_text
-from shoal.cli.outlook import add_outlook, as_asked, long_run_of, long_run_summary
-from shoal.cli.table import as_json, table_of
+from shoal.cli.outlook import ASIDE, add_outlook, as_asked, aside, band_summary, long_run_of, long_run_summary
+from shoal.cli.table import as_json, table_of, write_text
 from shoal.cli.workload import add_margin, add_workload, open_workload
 from shoal.errors import PlanError
 from shoal.units import format_seconds
@@ -58,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from shoal.cluster import Cluster
     from shoal.planner import scale
-    from shoal.planner.picture import picture
+    from shoal.planner.scale import picture
 
     cluster = as_asked(Cluster.parse(args.cluster), args)
     workload = open_workload(args.model, args.sequence, cluster)

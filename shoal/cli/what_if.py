@@ -10,8 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.table import as_json, labelled, paragraph, table_of
-from shoal.cli.timelines import timeline_at
+from shoal.cli.table import as_json, labelled, paragraph, table_of, timeline_at
 from shoal.errors import RunError
 from shoal.replay import WhatIf, what_if
 

@@ -6,16 +6,11 @@ Known ones are in devices.toml, cards.toml, links.toml, hosts.toml, power.toml, 
 in this directory. The cost model, the planner and the probe call this package.
 """
 
-from shoal.cluster.calibrated import Calibrated
-from shoal.cluster.cluster import PRESETS, Cluster
-from shoal.cluster.device import Device, known_device, peak_flops
-from shoal.cluster.every_device import counts_of, devices_of, every_device, peak_of_all
-from shoal.cluster.host import Host
+from shoal.cluster.cluster import PRESETS, Cluster, counts_of, devices_of, every_device, limited, peak_of_all
+from shoal.cluster.device import Device, Part, known_device, peak_flops
 from shoal.cluster.level import Level
-from shoal.cluster.limited import limited
 from shoal.cluster.money import dollars, kilowatt_hours, price_of, priced
-from shoal.cluster.part import Part
-from shoal.cluster.prices import KINDS_OF_PRICE, Power, Prices
+from shoal.cluster.prices import KINDS_OF_PRICE, Calibrated, Host, Power, Prices
 
 __all__ = [
     "KINDS_OF_PRICE",

@@ -3,6 +3,11 @@
 A Cluster has the limits of the machine (data sheets), and the shares and latencies that programs reach
 (measured or fitted); `source` says where each comes from. Rates are bytes a second in one direction, per
 device; memory is in bytes, time in seconds.
+
+A Cluster whose devices differ, seen as uniform ones: as if every device were of one of its kinds.
+
+Costs, memory and the planner know uniform Clusters. They take a view for each kind of device, and combine
+these by the devices that a stage sits on (`shoal.cost.kinds`). All views have the Cluster's links.
 """
 
 from __future__ import annotations
@@ -13,20 +18,23 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any
 
-from shoal.cluster.calibrated import Calibrated
-from shoal.cluster.checks import require
-from shoal.cluster.description import fields_of, toml_of
-from shoal.cluster.device import Device
-from shoal.cluster.host import Host
-from shoal.cluster.keys import DOLLARS, PER_HOUR, Key
-from shoal.cluster.level import Level
-from shoal.cluster.part import Part, device_described, first_devices, part_described, slowest_device
-from shoal.cluster.prices import Power, Prices
-from shoal.cluster.sizes import cut, require_nested, resized, whole_groups
-from shoal.cluster.tables import described, matching, table
-from shoal.errors import ClusterError
+from shoal.cluster.device import (
+    Device,
+    Part,
+    device_described,
+    fields_of,
+    first_devices,
+    part_described,
+    slowest_device,
+    toml_of,
+)
+from shoal.cluster.level import Level, cut, require_nested, resized, whole_groups
+from shoal.cluster.prices import Calibrated, Host, Power, Prices
+from shoal.cluster.tables import DOLLARS, PER_HOUR, Key, described, matching, require, table
+from shoal.errors import ClusterError, ConfigError
 from shoal.limits import CLUSTER, read_limited
 from shoal.limits import toml_of as table_of
+from shoal.units import parse_bytes
 
 PRESETS: tuple[str, ...] = tuple(table("nodes"))
 """Names of the known machines, from shoal/cluster/nodes.toml."""
@@ -396,3 +404,64 @@ def _node_of(words: str) -> str:
         possible=", ".join(PRESETS),
         change="describe the machines in a .toml file",
     )
+
+
+def limited(cluster: Cluster, memory: str) -> Cluster:
+    """Return the Cluster whose devices have no more memory than was asked for.
+
+    Args:
+        cluster: The machines.
+        memory: A size such as 20GiB; "" for all that there is.
+
+    Raises:
+        ConfigError: The size cannot be read.
+        ClusterError: It is less than what contexts and libraries take on every device.
+    """
+    if not memory:
+        return cluster
+    try:
+        size = parse_bytes(memory)
+    except ValueError as error:
+        raise ConfigError(
+            f"the memory {memory} cannot be read: {error}",
+            possible="a size such as 512MiB or 20GiB",
+            change="write, for example, 20GiB",
+        ) from error
+    return cluster.with_each_device(lambda device: replace(device, memory=min(device.memory, size)))
+
+
+def devices_of(cluster: Cluster) -> tuple[Device, ...]:
+    """Return the different devices of a Cluster, each at the pace of its part, in the order of ranks."""
+    if not cluster.parts:
+        return (cluster.device,)
+    return tuple(dict.fromkeys(part.at_pace for part in cluster.parts))
+
+
+def counts_of(cluster: Cluster) -> dict[str, int]:
+    """Return the number of devices of each kind, by title, in the order of `devices_of`."""
+    if not cluster.parts:
+        return {cluster.device.name: cluster.devices}
+    found: dict[str, int] = {}
+    for number, device in enumerate(devices_of(cluster), 1):
+        alike = [part for part in cluster.parts if part.at_pace == device]
+        title = alike[0].title
+        found[title if title not in found else f"{title} (kind {number})"] = sum(
+            each.devices for each in alike
+        )
+    return found
+
+
+def every_device(cluster: Cluster, device: Device) -> Cluster:
+    """Return the Cluster as if every device were this one."""
+    return cluster.replace(device=device, parts=())
+
+
+def peak_of_all(cluster: Cluster, precision: str) -> float:
+    """Return the FLOP/s of all devices together by their data sheets; a slow node counts in full.
+
+    Raises:
+        ClusterError: A device's peak in this precision is not known.
+    """
+    if not cluster.parts:
+        return cluster.device.flops(precision) * cluster.devices
+    return sum(part.device.flops(precision) * part.devices for part in cluster.parts)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from shoal.cluster.checks import require
-from shoal.cluster.keys import DOLLARS, PER_HOUR, Key
+from shoal.cluster.tables import DOLLARS, PER_HOUR, SHARE, Key, require, require_share
 
 KINDS_OF_PRICE = ("on-demand", "reserved", "spot")
 """Ways to pay for devices: by the hour, for a year ahead, or as long as nobody else pays more."""
@@ -69,3 +68,55 @@ class Power:
     def watts(self) -> float:
         """Watts that one device costs, with all that it needs around it; 0 if not known."""
         return (self.device + self.overhead) * self.pue if self.device else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """The computer that devices are in, with memory and files to keep state outside of the devices.
+
+    Attributes:
+        name: Name, such as "2 x EPYC 7742".
+        devices: Number of devices that share it.
+        memory: Bytes of memory; 0 if not known.
+        bandwidth: Bytes/s of the memory, by its data sheet; 0 if not known.
+        share: Share of the bandwidth that passes over memory reach.
+        file_bandwidth: Bytes/s to and from its files together; 0 if not known.
+        source: Where these figures come from.
+    """
+
+    name: Annotated[str, Key("text", '"2 x EPYC 7742"')] = ""
+    devices: Annotated[int, Key("devices", "8")] = 1
+    memory: Annotated[float, Key("bytes", "2_199_023_255_552")] = 0.0
+    bandwidth: Annotated[float, Key("bytes/s", "614.4e9")] = 0.0
+    share: Annotated[float, Key(SHARE, "0.75")] = 0.75
+    file_bandwidth: Annotated[float, Key("bytes/s", "40e9")] = 0.0
+    source: Annotated[str, Key("text", '"NVIDIA data sheet"')] = ""
+
+    def __post_init__(self) -> None:
+        where = f"the host {self.name}"
+        require(self.devices >= 1, where, "devices", self.devices, "1 or more")
+        require_share(where, "share", self.share)
+        for name in ("memory", "bandwidth", "file_bandwidth"):
+            value = getattr(self, name)
+            require(value >= 0, where, name, value, "bytes or bytes/s, 0 or more; 0 if it is not known")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibrated:
+    """The measurement that the rates of a Cluster come from.
+
+    Attributes:
+        by: "probe" for `shoal probe`, "runs" for `shoal calibrate`; empty for data sheets and fits of others.
+        devices: Number of devices that took part; predictions for more nodes are as for other machines.
+        error: Error that is left between the description and what was measured, as a share.
+    """
+
+    by: Annotated[str, Key("probe, runs, or empty", '"probe"')] = ""
+    devices: Annotated[int, Key("devices", "8")] = 0
+    error: Annotated[float, Key("share", "0.03")] = 0.0
+
+    def __post_init__(self) -> None:
+        where = "the table calibrated"
+        require(self.by in ("", "probe", "runs"), where, "by", repr(self.by), '"probe", "runs", or ""')
+        require(self.devices >= (1 if self.by else 0), where, "devices", self.devices, "1 or more")
+        require(0 <= self.error < 1, where, "error", self.error, "a share, 0 or more and below 1")

@@ -12,7 +12,7 @@ import tomllib
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple, get_type_hints
 
 from shoal.errors import ClusterError, nearest
 
@@ -86,3 +86,69 @@ def _power_of(node: Mapping[str, Any]) -> dict[str, Any]:
         if node["device"] in power["of"]:
             return {key: value for key, value in power.items() if key != "of"}
     return {}
+
+
+_LEAST_BYTES = 1e6  # no memory, link or peak is below this; a smaller figure was meant in giga-units
+
+
+def require(holds: bool, where: str, name: str, value: object, possible: str) -> None:
+    """Raise ClusterError unless a condition on a figure holds.
+
+    Args:
+        holds: The condition.
+        where: The object that has the figure, such as "the device x".
+        name: Name of the figure.
+        value: Value of the figure.
+        possible: The values that are allowed, in words.
+    """
+    if not holds:
+        raise ClusterError(f"{where} has {name}={value}", possible=possible, change=f"correct {name}")
+
+
+def require_bytes(where: str, **figures: float) -> None:
+    """Raise ClusterError for figures in bytes, bytes/s or FLOP/s that must be in another unit."""
+    for name, value in figures.items():
+        require(value > 0, where, name, value, "a positive number")
+        require(
+            value >= _LEAST_BYTES,
+            where,
+            name,
+            value,
+            f"bytes, bytes/s or FLOP/s, at least {_LEAST_BYTES:g}; {value} looks like giga- or tera-units: "
+            f"write {value} GB as {value}e9",
+        )
+
+
+def require_share(where: str, name: str, value: float) -> None:
+    """Raise ClusterError unless a share of a data sheet's figure is above 0 and at most 1."""
+    require(
+        0 < value <= 1,
+        where,
+        name,
+        value,
+        "a share of the data sheet's value, above 0 and at most 1 (if it is more, the data sheet is wrong)",
+    )
+
+
+SHARE = "share, 0 to 1"
+DOLLARS = "dollars for a device and hour"
+PER_HOUR = "for a device and hour"
+
+
+class Key(NamedTuple):
+    """How the value of a field is written, as `Annotated[float, Key("bytes/s", "55e9")]` says.
+
+    Attributes:
+        unit: Unit of the value, or what kind of thing it is.
+        example: A value in TOML.
+    """
+
+    unit: str
+    example: str
+
+
+@cache
+def keys_of(kind: type) -> Mapping[str, Key]:
+    """Return how each field of a class is written, by name."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: hint.__metadata__[0] for name, hint in hints.items()}

@@ -10,19 +10,23 @@ A `Codec` encodes a vector in fewer bytes. `elastic`, `parallel` and the benchma
 """
 
 from shoal.collectives.aggregator import Aggregator
-from shoal.collectives.allocator import keep_freed_memory, return_freed_memory, use_huge_pages
-from shoal.collectives.buffers import empty, trim
+from shoal.collectives.checks import Stripes
 from shoal.collectives.codecs import Codec, codec_of
 from shoal.collectives.core import is_built
 from shoal.collectives.group import ProcessGroup
 from shoal.collectives.hang_watch import HangWatch, watch_hangs
 from shoal.collectives.options import Options
 from shoal.collectives.registration import register
-from shoal.collectives.sharded_buffers import share_buffers
-from shoal.collectives.staged_work import StagedWork
-from shoal.collectives.stripes import Stripes
-from shoal.collectives.table import Table
-from shoal.collectives.table_file import built_in_table, load_table, save_table
+from shoal.collectives.sharded_buffers import (
+    empty,
+    keep_freed_memory,
+    return_freed_memory,
+    share_buffers,
+    trim,
+    use_huge_pages,
+)
+from shoal.collectives.staging import StagedWork
+from shoal.collectives.table import Table, built_in_table, load_table, save_table
 from shoal.collectives.work import Done, Work
 
 __all__ = [

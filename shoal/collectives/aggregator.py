@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 
 from shoal.collectives.core import load_core
-from shoal.collectives.interface import numeric_address
-from shoal.collectives.secret_file import aggregator_secret
+from shoal.collectives.meeting_point import aggregator_secret
+from shoal.collectives.options import numeric_address
 from shoal.errors import ConfigError
 
 

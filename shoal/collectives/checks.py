@@ -5,15 +5,170 @@ Every check raises CollectiveError with the fault "invalid" if it does not accep
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
 
-from shoal.collectives.operands import bytes_of, require_dense
-from shoal.collectives.refusal import described, refusal, type_name
-from shoal.collectives.stripes import Stripes
+from shoal.collectives.codes import described, refusal, type_name
 from shoal.errors import CollectiveError
+
+_ABOVE_OFFSETS = 1 << 44
+"""An address above every element of a tensor that has no memory, whose first element has address 0."""
+
+
+def bytes_of(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's elements."""
+    return tensor.nbytes
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Return the address of a tensor's first element; raise CollectiveError if it has no memory."""
+    address = tensor.data_ptr()
+    # An element has at most 16 bytes, and no memory begins at so low an address: this finds tensors at 0.
+    if address < _ABOVE_OFFSETS and address <= 16 * tensor.storage_offset() and tensor.numel():
+        raise refusal(
+            f"a {type(tensor).__name__} of shape {list(tensor.shape)} has no memory to send or receive",
+            possible="a tensor that has memory",
+            change="give the tensor inside it; for a DTensor, its to_local()",
+        )
+    return address
+
+
+def require_dense(tensor: torch.Tensor) -> None:
+    """Raise CollectiveError for a tensor that the backend cannot move."""
+    if not (tensor.is_cpu or tensor.is_cuda) or tensor.layout is not torch.strided or tensor.is_conj():
+        kind = "a conjugated view" if tensor.is_conj() else f"{tensor.layout} on {tensor.device}"
+        raise refusal(
+            f'the backend "shoal" cannot move {described(tensor)}, which is {kind}',
+            possible="dense tensors on the CPU, or on a GPU of CUDA",
+            change="convert it with .to_dense(), .cpu() or .resolve_conj()",
+        )
+
+
+def require_places(tensor: torch.Tensor) -> None:
+    """Raise CollectiveError for a tensor to which the result of a copy could not be written back."""
+    address_of(tensor)
+    if tensor.numel() and any(
+        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
+        raise refusal(
+            f"{described(tensor)} with the strides {list(tensor.stride())} has several elements at one "
+            "address",
+            possible="a tensor with memory for each of its elements",
+            change="make it contiguous with .contiguous()",
+        )
+
+
+def to_be_read(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor with the same elements."""
+    require_dense(tensor)
+    if tensor.is_contiguous():
+        return tensor
+    address_of(tensor)
+    return tensor.detach().contiguous()
+
+
+def to_be_changed(
+    tensor: torch.Tensor, finish: Callable[[], None] | None = None
+) -> tuple[torch.Tensor, Callable[[], None] | None]:
+    """Return a contiguous tensor to read and write, and the function to call afterwards."""
+    require_dense(tensor)
+    if tensor.is_contiguous():
+        return tensor, finish
+    require_places(tensor)
+    copy = tensor.detach().contiguous()
+
+    def write_back() -> None:
+        tensor.detach().copy_(copy)
+        if finish is not None:
+            finish()
+
+    return copy, write_back
+
+
+def to_be_filled(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None] | None]:
+    """Return a contiguous tensor to write, and the function to call afterwards."""
+    require_dense(tensor)
+    if tensor.is_contiguous():
+        return tensor, None
+    require_places(tensor)
+    copy = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    return copy, lambda: _copy(copy, tensor)
+
+
+def _copy(from_: torch.Tensor, to: torch.Tensor) -> None:
+    to.detach().copy_(from_)
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return a flat view of tensors that lie one after the other without gaps; None if they do not."""
+    first = tensors[0]
+    storage, position = first.untyped_storage().data_ptr(), first.data_ptr()
+    for tensor in tensors:
+        adjacent = tensor.data_ptr() == position or tensor.numel() == 0
+        if not (adjacent and tensor.is_contiguous()):
+            return None
+        if tensor.untyped_storage().data_ptr() != storage:
+            return None
+        position += tensor.numel() * tensor.element_size()
+    total = sum(tensor.numel() for tensor in tensors)
+    return first.as_strided((total,), (1,))
+
+
+def as_one(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the elements of all tensors in order: a view if they lie one after the other, else a copy."""
+    view = joined(tensors)
+    if view is not None:
+        return view
+    for tensor in tensors:
+        address_of(tensor)
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def all_to_be_filled(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None] | None]:
+    """Return a flat tensor for the elements of all, in order, and the function to call once it is written."""
+    flat = joined(tensors)
+    if flat is not None:
+        return flat, None
+    copy = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
+    return copy, to_spread(copy, tensors)
+
+
+def to_spread(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
+    """Return a function that copies the elements of `flat` to the tensors, in order."""
+    for tensor in tensors:
+        require_places(tensor)
+
+    def spread() -> None:
+        for part, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True):
+            tensor.detach().copy_(part.view(tensor.shape))
+
+    return spread
+
+
+class Stripes:
+    """Positions of the tensors in a buffer, in the form of the native core.
+
+    Args:
+        stripes: For each tensor, the byte where it begins and the bytes of one rank's part. Rank i's part
+            begins i parts after that byte. The tensors are in the order of their positions, and none overlaps
+            the next. All ranks give the same.
+    """
+
+    def __init__(self, stripes: Sequence[tuple[int, int]]) -> None:
+        self.positions = tuple(stripes)
+        numbers = [number for stripe in self.positions for number in stripe]
+        self._numbers = (ctypes.c_uint64 * len(numbers))(*numbers)
+        self.address = ctypes.addressof(self._numbers)
+        self.count = len(self.positions)
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of one rank's parts of all tensors."""
+        return sum(part for _, part in self.positions)
+
 
 Item = TypeVar("Item")
 Other = TypeVar("Other")

@@ -9,10 +9,31 @@ import torch
 from torch.distributed.distributed_c10d import ReduceOp
 
 from shoal.collectives.options import Options
-from shoal.collectives.refusal import refusal, type_name
 from shoal.collectives.table import Call
 from shoal.cost import ALGORITHMS
 from shoal.errors import CollectiveError
+
+
+def refusal(given: str, *, possible: str, change: str) -> CollectiveError:
+    """Return the error for a call that cannot be served. Nothing was sent, and the group goes on.
+
+    Args:
+        given: The operand that was given, and why it cannot work.
+        possible: The operands that would be accepted.
+        change: The change to make, as an instruction.
+    """
+    return CollectiveError(f"{given}\n  possible: {possible}\n  change: {change}", fault="invalid")
+
+
+def described(tensor: torch.Tensor) -> str:
+    """Return the type and shape of a tensor, such as "float32 [2, 3]"."""
+    return f"{type_name(tensor.dtype)} {list(tensor.shape)}"
+
+
+def type_name(dtype: torch.dtype) -> str:
+    """Return the name of a type, such as "float32"."""
+    return str(dtype).removeprefix("torch.")
+
 
 COLLECTIVE_NUMBERS = {
     "barrier": 0,

@@ -18,7 +18,12 @@ import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 
 from shoal.collectives.checks import (
+    Stripes,
+    all_to_be_filled,
+    as_one,
+    bytes_of,
     contiguous_bytes,
+    joined,
     only,
     require_in_group,
     require_list,
@@ -26,18 +31,97 @@ from shoal.collectives.checks import (
     require_tag,
     require_type,
     split_bytes,
+    to_be_changed,
+    to_be_filled,
+    to_be_read,
+    to_spread,
     uneven_own_part,
 )
-from shoal.collectives.coalesced import all_gather_lists, all_gather_pairs, reduce_scatter_pairs
-from shoal.collectives.flat import all_to_be_filled, as_one, joined, to_spread
-from shoal.collectives.named import NamedGroup
 from shoal.collectives.native import NativeGroup
-from shoal.collectives.operands import bytes_of, to_be_changed, to_be_filled, to_be_read
 from shoal.collectives.operation import Operation
-from shoal.collectives.sparse import all_reduce_sparse
 from shoal.collectives.staging import Staging, require_no_other
-from shoal.collectives.stripes import Stripes
-from shoal.collectives.uneven import all_gather_uneven, reduce_scatter_uneven
+from shoal.collectives.uneven import (
+    all_gather_lists,
+    all_gather_pairs,
+    all_gather_uneven,
+    all_reduce_sparse,
+    reduce_scatter_pairs,
+    reduce_scatter_uneven,
+)
+
+_Base: Any = dist.ProcessGroup  # it has many overloads; c10d uses one of each
+
+
+class NamedGroup(_Base):
+    """A process group with its rank, size, name and purpose.
+
+    Args:
+        rank: This process's rank in the group.
+        size: Number of ranks in the group.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._rank = rank
+        self._size = size
+        self._name = self._description = ""
+        self._sequence_number = 0
+
+    def rank(self) -> int:
+        """Return this process's rank in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """Return the number of ranks in the group."""
+        return self._size
+
+    getRank, getSize = rank, size  # noqa: N815
+
+    def name(self) -> str:
+        """Return the backend's name."""
+        return "shoal"
+
+    getBackendName = name  # noqa: N815
+
+    supports_splitting = False
+    supports_coalescing = False
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+        return [torch.device(device) for device in devices]
+
+    def _get_backend(self, device: torch.device) -> NamedGroup:
+        return self
+
+    def getGroupName(self) -> str:  # noqa: N802
+        """Return the group's name."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        """Set the group's name."""
+        self._name = name
+
+    _set_group_name = setGroupName
+    group_name = property(getGroupName)
+
+    def getGroupDesc(self) -> str:  # noqa: N802
+        """Return the group's purpose."""
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:  # noqa: N802
+        """Set the group's purpose."""
+        self._description = description
+
+    _set_group_desc = setGroupDesc
+    group_desc = property(getGroupDesc)
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence_number
+
+    def _set_sequence_number_for_group(self) -> None:
+        self._sequence_number = 0
+
 
 Tensors = Sequence[torch.Tensor]
 

@@ -20,11 +20,15 @@ from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from shoal.collectives.assembly import Assembly
 from shoal.collectives.core import Core
-from shoal.collectives.interface import address_towards, find_interface_address, numeric_address
-from shoal.collectives.options import Options, require_same
-from shoal.collectives.secret_file import aggregator_secret
+from shoal.collectives.meeting_point import Assembly, aggregator_secret
+from shoal.collectives.options import (
+    Options,
+    address_towards,
+    find_interface_address,
+    numeric_address,
+    require_same,
+)
 from shoal.errors import ConfigError
 from shoal.proc import boot_id
 

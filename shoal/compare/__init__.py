@@ -5,9 +5,8 @@ another run (`Difference`, `Verdict`). `scaling` fits a law to the speed of runs
 (`Scaling`). Called by `shoal compare`.
 """
 
-from shoal.compare.differences import Difference, Verdict, differences
+from shoal.compare.differences import Difference, RunValues, Verdict, differences
 from shoal.compare.significance import BLOCKS, DRIFT, FEWEST, LEAST, LEVEL, Test
-from shoal.compare.values import RunValues
 
 __all__ = [
     "BLOCKS",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from statistics import median
+from typing import Any, Self
 
-from shoal.compare.side_by_side import pairs
 from shoal.compare.significance import (
     FEWEST,
     LEVEL,
@@ -19,7 +21,106 @@ from shoal.compare.significance import (
     mean_of_block,
     mean_of_differences,
 )
-from shoal.compare.values import RunValues
+from shoal.run import Run
+from shoal.simulate import measured_timeline
+from shoal.timeline.series import collective_series, kind_series, step_starts
+
+_NEAR = 2.0
+"""Steps after its own begin within which the partner of a step begins."""
+_LEAST_SHARE = 0.9
+"""Share of the steps of the run with fewer steps that must have a partner."""
+
+
+def pairs(first: Sequence[float], second: Sequence[float]) -> list[tuple[int, int]]:
+    """Return for each step of the run with fewer steps the next step that the other run began.
+
+    The nearest step would not do: which one is nearest depends on how long steps take, so that the choice
+    would change what is measured. The list is empty if less than nine tenths of the steps have a partner
+    within two steps: then the runs were not side by side.
+
+    Args:
+        first: When the steps of one run began, in seconds, ascending.
+        second: When those of the other began, on the same clock.
+
+    Returns:
+        Places in the two sequences, in order of time.
+    """
+    if len(first) > len(second):
+        return [(one, other) for other, one in pairs(second, first)]
+    if len(first) < 2:
+        return []
+    near = _NEAR * median(later - start for start, later in itertools.pairwise(first))
+    found = [(place, bisect_left(second, start)) for place, start in enumerate(first)]
+    found = [
+        (one, other) for one, other in found if other < len(second) and second[other] - first[one] <= near
+    ]
+    return found if len(found) >= _LEAST_SHARE * len(first) else []
+
+
+WARM_UP_STEPS = 2
+"""Steps of a run that are left out: caches fill, kernels are chosen, memory is measured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunValues:
+    """The values of one run, without its first steps.
+
+    Attributes:
+        path: Directory of the run.
+        plan: Its Plan; "" if it does not say.
+        ranks: Number of its ranks; 0 if it does not say.
+        starts: When the steps of the timeline began, in seconds on the wall clock, in order of time.
+        kinds: Seconds of steps by kind, in order of time; empty without a timeline.
+        collectives: Seconds of steps by collective, in order of time.
+        tokens_per_second: Tokens/s of steps, in order of time.
+        memory: The peak of the rank that holds most, in bytes; None if it was not measured.
+    """
+
+    path: str
+    plan: str
+    ranks: int
+    starts: tuple[float, ...] = ()
+    kinds: Mapping[str, tuple[float, ...]]
+    collectives: Mapping[str, tuple[float, ...]]
+    tokens_per_second: tuple[float, ...]
+    memory: int | None
+
+    @classmethod
+    def of(cls, run: Run) -> Self:
+        """Return the values of the steps under the run's present Plan.
+
+        Raises:
+            ShoalError: A file of the run is malformed.
+        """
+        described = run.description
+        timeline = measured_timeline(run)
+        has_steps = bool(timeline.steps())
+        since = described.get("since_step") or 0
+        rates = {
+            values["step"]: values["tokens_per_second"]
+            for values in run.metrics()
+            if "tokens_per_second" in values and values["step"] >= since
+        }
+        peaks = [each.peak for each in run.memory()]
+        return cls(
+            path=str(run.path),
+            plan=described.get("plan") or "",
+            ranks=described.get("world_size") or 0,
+            starts=_after_warm_up(step_starts(timeline)),
+            kinds=_in_order(kind_series(timeline)) if has_steps else {},
+            collectives=_in_order(collective_series(timeline)) if has_steps else {},
+            tokens_per_second=_after_warm_up(rates),
+            memory=max(peaks) if peaks else None,
+        )
+
+
+def _in_order(series: Mapping[str, Mapping[int, float]]) -> dict[str, tuple[float, ...]]:
+    return {name: _after_warm_up(values) for name, values in series.items()}
+
+
+def _after_warm_up(by_step: Mapping[int, Any]) -> tuple[float, ...]:
+    return tuple(by_step[step] for step in sorted(by_step))[WARM_UP_STEPS:]
+
 
 _SHARE_OF_STEP = 0.001
 """Share of a step below which the seconds of a kind, and changes of them, are left out."""

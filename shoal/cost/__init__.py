@@ -8,18 +8,18 @@ names. The choice of algorithm in shoal/collectives, the simulator, the planner 
 package.
 """
 
-from shoal.cost.alike import Alike
-from shoal.cost.collectives.algorithm import Algorithm, AlphaBeta
 from shoal.cost.collectives.algorithms import (
     ALGORITHMS,
     COLLECTIVES,
     LEVELS,
+    Algorithm,
+    AlphaBeta,
     algorithms_of,
     find_algorithm,
+    fit_alpha_beta,
     require_name,
 )
-from shoal.cost.collectives.fit import fit_alpha_beta
-from shoal.cost.kinds import Kinds, views_of
+from shoal.cost.kinds import Alike, Kinds, views_of
 from shoal.cost.layout import Layout
 from shoal.cost.memory.memory import Memories, RankMemory, memory_of
 from shoal.cost.outlook.calibrate import Calibration, calibrate

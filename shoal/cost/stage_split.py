@@ -12,10 +12,8 @@ from dataclasses import replace
 
 from shoal.cluster import Cluster
 from shoal.cost.layout import Layout
-from shoal.cost.memory.activation_peaks import activation_peaks
 from shoal.cost.memory.activations import block_memory
-from shoal.cost.memory.memory import Memories
-from shoal.cost.memory.states import frozen_bytes, state_bytes
+from shoal.cost.memory.memory import Memories, activation_peaks, frozen_bytes, state_bytes
 from shoal.cost.time.step import Costs
 from shoal.errors import PlanError
 from shoal.plan import SettledPlan

@@ -11,16 +11,11 @@ micro-batches ahead where that changes nothing. `train/` and users' own loops ca
 from shoal.data.chat import ChatSamples
 from shoal.data.config import DataConfig
 from shoal.data.corpus import Corpus, Split
-from shoal.data.feed import Feed, open_feed
-from shoal.data.generators import key_of, seed_generators
-from shoal.data.labelled import LabelledSamples, require_padding
-from shoal.data.labels import are_numbers, numbers_of
-from shoal.data.loader import Loader
-from shoal.data.mixed_samples import MixedSamples
+from shoal.data.labelled import LabelledSamples, are_numbers, numbers_of, require_padding
+from shoal.data.loader import Feed, Loader, Prefetcher, open_feed
 from shoal.data.mixture import AnyCorpus, MixedCorpus, prepare
-from shoal.data.packed import Packed, PackedSamples
-from shoal.data.permutation import order
-from shoal.data.prefetch import Prefetcher
+from shoal.data.packed import MixedSamples, Packed, PackedSamples
+from shoal.data.permutation import key_of, order, seed_generators
 from shoal.data.samples import (
     MapSamples,
     Samples,

@@ -15,15 +15,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.data.cache import default_directory, read_or_write_entry
-from shoal.data.chat import ChatSamples
-from shoal.data.chat_template import template_identity
+from shoal.data.chat import ChatSamples, template_identity
 from shoal.data.config import DataConfig
-from shoal.data.documents import holds_ids
-from shoal.data.labelled import LabelledSamples, require_padding
-from shoal.data.labels import class_names, numbers_of
-from shoal.data.mapped import JoinedIds
+from shoal.data.encoding import holds_ids
+from shoal.data.labelled import LabelledSamples, class_names, numbers_of, require_padding
 from shoal.data.packed import PackedSamples
-from shoal.data.samples import TokenSamples
+from shoal.data.samples import JoinedIds, TokenSamples
 from shoal.data.sources import SourceFile, find_files
 from shoal.data.stream import StreamInfo, id_parts, write_stream
 from shoal.data.tokenizer import Tokenizer, open_tokenizer

@@ -1,18 +1,34 @@
-"""Distributes samples to ranks in one global order, whose whole state is the global position."""
+"""Distributes samples to ranks in one global order, whose whole state is the global position.
+
+Makes the micro-batches of one rank, batch after batch, ahead of time where that changes nothing.
+
+Where micro-batches are made:
+
+- in a thread, two or more ahead, if the samples say that they draw nothing at random;
+- in `workers` processes, ahead too, if workers are asked for;
+- else in the thread that trains, when they are asked for, as `torch.utils.data.DataLoader` does by default.
+
+All three give the same, since what a sample draws follows from (seed, epoch, index).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Generic, TypeVar
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Generic, Protocol, TypeVar, final
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset
 
-from shoal.data.generators import key_of
-from shoal.data.permutation import order
-from shoal.data.samples import OrderedSamples, Samples, fetch
+from shoal.collectives.thread_device import on_callers_device, take_device
+from shoal.data.permutation import key_of, order, shared_with_training
+from shoal.data.samples import OrderedSamples, Samples, fetch, is_deterministic
 from shoal.errors import ConfigError, DataError, PlanError
 from shoal.plan import Shares
+from shoal.signals import obey_parent_alone, withheld_from_children
 
 Batch = TypeVar("Batch")
 
@@ -195,3 +211,218 @@ class Loader(Generic[Batch]):
         while True:
             yield from self.microbatches(position, rank, ranks, microbatch, shares)
             position += self.batch_size
+
+
+Item = TypeVar("Item")
+
+
+class Prefetcher(Generic[Item]):
+    """Iterates over `source`, up to `depth` items ahead of the consumer.
+
+    It changes when items are made, not which items: `close` drops items that were not taken, and nothing is
+    lost, because the consumer holds the position. An exception in `source` is raised in the
+    consumer, after the items that were made before it. Use it as a context manager, or call `close`.
+
+    Args:
+        source: The items; only the thread uses it.
+        depth: Number of items that may wait to be taken.
+
+    Raises:
+        ValueError: `depth` is not positive.
+    """
+
+    def __init__(self, source: Iterable[Item], *, depth: int = 2) -> None:
+        if depth < 1:
+            raise ValueError(f"depth is {depth}; it must be at least 1")
+        self._depth = depth
+        self._ready: deque[Item] = deque()
+        self._error: BaseException | None = None
+        self._finished = False  # the source has ended or failed, or close() was called
+        self._changed = threading.Condition()
+        fill = on_callers_device(self._fill)  # a user's source may compute on the GPU
+        self._thread = threading.Thread(target=fill, args=(source,), name="shoal-prefetch", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ready or self._finished)
+            if self._ready:
+                self._changed.notify_all()
+                return self._ready.popleft()
+            if self._error is not None:
+                raise self._error
+            raise StopIteration
+
+    def close(self) -> None:
+        """End the iteration, and wait until the thread has ended. A second call does nothing."""
+        with self._changed:
+            self._finished = True
+            self._ready.clear()
+            self._changed.notify_all()
+        self._thread.join()
+
+    def __enter__(self) -> Prefetcher[Item]:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _fill(self, source: Iterable[Item]) -> None:
+        """Make an item whenever fewer than `depth` wait; this is the thread's function."""
+        try:
+            items = iter(source)
+            while self._has_room():
+                take_device()
+                with shared_with_training():
+                    item = next(items)
+                with self._changed:
+                    if not self._finished:
+                        self._ready.append(item)
+                    self._changed.notify_all()
+        except StopIteration:
+            pass
+        except BaseException as error:
+            self._error = error
+        with self._changed:
+            self._finished = True
+            self._changed.notify_all()
+
+    def _has_room(self) -> bool:
+        """Wait until an item may be made; return False once the iteration is over."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._finished or len(self._ready) < self._depth)
+            return not self._finished
+
+
+Item_co = TypeVar("Item_co", covariant=True)
+
+
+class Feed(Protocol[Item_co]):
+    """Micro-batches without end."""
+
+    def __iter__(self) -> Iterator[Item_co]: ...
+
+    def __next__(self) -> Item_co:
+        """Return the next micro-batch."""
+        ...
+
+    def close(self) -> None:
+        """End the thread or the processes that make micro-batches. A second call does nothing."""
+        ...
+
+
+def open_feed(
+    loader: Loader[Item],
+    position: int,
+    rank: int,
+    ranks: int,
+    microbatch: int,
+    *,
+    shares: Shares | None = None,
+    ahead: int = 2,
+    workers: int = 0,
+) -> Feed[Item]:
+    """Return the micro-batches of `Loader.stream`, made in a thread or in processes where that is allowed.
+
+    Args:
+        loader: The loader that distributes the samples.
+        position: The global position at which the first batch starts.
+        rank: This rank's place along the data-parallel axis.
+        ranks: The whole data-parallel degree.
+        microbatch: Samples that one forward sees on one rank.
+        shares: The micro-batches of each rank; None if all take equally many.
+        ahead: Number of micro-batches that may wait to be taken.
+        workers: Number of processes that make them; 0 for none. `DataLoader` starts these processes.
+
+    Raises:
+        PlanError: The batch does not divide into these micro-batches.
+        ValueError: `rank` is not in `range(ranks)`, or `ahead` is not positive.
+    """
+    if workers > 0:
+        return _Workers(loader, (position, rank, ranks, microbatch, shares), ahead, workers)
+    stream = loader.stream(position, rank, ranks, microbatch, shares)
+    return Prefetcher(stream, depth=ahead) if is_deterministic(loader.samples) else _Direct(stream)
+
+
+@final
+class _Direct(Generic[Item]):
+    """Makes each micro-batch when it is taken."""
+
+    def __init__(self, stream: Iterator[Item]) -> None:
+        self._stream = stream
+
+    def __iter__(self) -> Iterator[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        return next(self._stream)
+
+    def close(self) -> None:
+        """Do nothing: no micro-batch is made ahead."""
+
+
+@final
+class _Workers(Generic[Item]):
+    """Makes whole micro-batches in processes, which torch's DataLoader starts, feeds and ends."""
+
+    def __init__(
+        self, loader: Loader[Item], place: tuple[int, int, int, int, Shares | None], ahead: int, workers: int
+    ) -> None:
+        _, rank, ranks, microbatch, shares = place
+        loader.number(rank, ranks, microbatch, shares)  # raises
+        batches = DataLoader(
+            _MicroBatches(loader, microbatch),
+            batch_size=None,
+            sampler=_starts(loader, *place),  # type: ignore[arg-type]
+            num_workers=workers,
+            collate_fn=_as_it_is,
+            prefetch_factor=max(2, -(-ahead // workers)),
+            generator=torch.Generator(),  # otherwise DataLoader would draw from the generator of training
+            worker_init_fn=_obey_parent_alone,
+        )
+        with withheld_from_children():  # the last step before a stop needs data
+            self._iterator: Iterator[Any] | None = iter(batches)
+
+    def __iter__(self) -> Iterator[Item]:
+        return self
+
+    def __next__(self) -> Item:
+        if self._iterator is None:
+            raise StopIteration
+        item: Item = next(self._iterator)
+        return item
+
+    def close(self) -> None:
+        """End the processes."""
+        self._iterator = None
+
+
+class _MicroBatches(Dataset[Any]):
+    """Micro-batches by the position at which they start."""
+
+    def __init__(self, loader: Loader[Any], microbatch: int) -> None:
+        self._loader = loader
+        self._microbatch = microbatch
+
+    def __getitem__(self, start: int) -> Any:
+        return self._loader.fetch(start, self._microbatch)
+
+
+def _starts(
+    loader: Loader[Any], position: int, rank: int, ranks: int, microbatch: int, shares: Shares | None
+) -> Iterator[int]:
+    while True:
+        for number in range(loader.number(rank, ranks, microbatch, shares)):
+            yield loader.start(position, number, rank, ranks, microbatch, shares)
+        position += loader.batch_size
+
+
+def _obey_parent_alone(_: int) -> None:
+    obey_parent_alone()
+
+
+def _as_it_is(item: Item) -> Item:
+    return item

@@ -10,8 +10,7 @@ from typing import TypeAlias, final
 from shoal.data.config import DataConfig
 from shoal.data.corpus import Corpus, Split
 from shoal.data.corpus import prepare as prepare_one
-from shoal.data.mixed_samples import MixedSamples
-from shoal.data.packed import PackedSamples
+from shoal.data.packed import MixedSamples, PackedSamples
 from shoal.data.samples import TokenSamples
 from shoal.data.streamed import StreamedCorpus
 from shoal.data.streaming import prepare_streamed

@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
 from shoal.data.remote import naming_remote, open_remote
-from shoal.data.sources import SourceFile
-from shoal.data.table import Table
+from shoal.data.sources import SourceFile, Table
 from shoal.errors import DataError, MissingExtraError, nearest
 
 _LONGEST_VALUE = 1 << 30

@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.data.config import DataConfig
-from shoal.data.documents import holds_ids, open_ids, read_documents
-from shoal.data.encoding import Conversation, Payload, encoded
-from shoal.data.labels import MOST_CLASSES, Labels
+from shoal.data.encoding import Conversation, Payload, encoded, holds_ids, open_ids, read_documents
+from shoal.data.labelled import MOST_CLASSES, Labels
 from shoal.data.rows import SUFFIXES, holds_rows, read_conversations, read_rows
 from shoal.data.sources import SourceFile
 from shoal.data.tokenizer import Tokenizer

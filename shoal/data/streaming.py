@@ -11,17 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shoal.data.cache import default_directory
-from shoal.data.chat_template import template_identity
-from shoal.data.chunk_store import ChunkStore, naming_directory
-from shoal.data.chunks import Chunk, plan_chunks
+from shoal.data.chat import template_identity
+from shoal.data.chunk_store import Chunk, ChunkStore, naming_directory, plan_chunks
 from shoal.data.config import DataConfig
 from shoal.data.corpus import Corpus, prepare, require_end
-from shoal.data.labelled import require_padding
-from shoal.data.labels import class_names
-from shoal.data.set_aside import shares_aside, tokens_aside
+from shoal.data.labelled import class_names, require_padding
 from shoal.data.sources import find_files
 from shoal.data.stream import StreamInfo, require_rows
-from shoal.data.streamed import CHUNKS, Layout, StreamedCorpus
+from shoal.data.streamed import CHUNKS, Layout, StreamedCorpus, shares_aside, tokens_aside
 from shoal.data.tokenizer import Tokenizer, open_tokenizer
 from shoal.errors import DataError
 from shoal.units import parse_bytes

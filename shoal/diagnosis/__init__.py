@@ -5,12 +5,10 @@ Nouns: Verdict, Bottleneck, Straggler, Cause, Pattern, Policy. `verdict` judges 
     Imports no torch.
 """
 
-from shoal.diagnosis.bottleneck import Bottleneck
-from shoal.diagnosis.cause import Cause, Pattern
-from shoal.diagnosis.policy import POLICY, Policy
+from shoal.diagnosis.own_work import POLICY, Cause, Pattern, Policy
+from shoal.diagnosis.run_follower import Told, told_by
 from shoal.diagnosis.straggler import Straggler
-from shoal.diagnosis.told import Told, told_by
-from shoal.diagnosis.verdict import Verdict, verdict
+from shoal.diagnosis.verdict import Bottleneck, Verdict, verdict
 
 __all__ = [
     "POLICY",

@@ -10,10 +10,9 @@ import time
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, final
+from typing import Any, TypedDict, final
 
 from shoal.cost.outlook import account_summary
-from shoal.diagnosis.told import Told, told_by
 from shoal.diagnosis.verdict import verdict
 from shoal.errors import ShoalError, UserError
 from shoal.run import Account, FollowedAccount, Run
@@ -22,6 +21,21 @@ from shoal.run.timeline_files import Malformed, TimelineFiles
 from shoal.run.writer import is_written
 from shoal.simulate import Prediction, kinds_compared, mark_bubbles, recorded_cluster
 from shoal.timeline import Breakdown, Timeline, explain
+
+
+class Told(TypedDict):
+    """Arguments of `verdict` that no timeline has; None where there is no model."""
+
+    memory_share: float | None
+    predicted: Mapping[str, float] | None
+
+
+def told_by(prediction: Prediction | None) -> Told:
+    """Return what a prediction of the run tells: what bounds compute, and how long transfers should take."""
+    if prediction is None:
+        return Told(memory_share=None, predicted=None)
+    return Told(memory_share=prediction.memory_share, predicted=prediction.transfer_seconds)
+
 
 _PACES = 50
 """Newest steps whose mean duration gives the time that is left."""

@@ -1,20 +1,117 @@
-"""The verdict on a window of steps: the bottleneck, the stragglers, and what was not measured."""
+"""The verdict on a window of steps: the bottleneck, the stragglers, and what was not measured.
+
+How long each rank holds others up: they are idle, and it has not arrived at their collective yet.
+
+A rank is late at a collective if half of the group has arrived and it has not. From then until it arrives it
+holds up those that are idle because they wait for this collective. A rank that arrives late holds nobody up
+while the others have other work to do.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
-from shoal.diagnosis.arrivals import held_up
-from shoal.diagnosis.bottleneck import ADVICE, Bottleneck, bottleneck_of
-from shoal.diagnosis.links import find_slow_links
-from shoal.diagnosis.own_work import OwnWork, own_work
-from shoal.diagnosis.policy import POLICY, Policy
-from shoal.diagnosis.ring_links import find_slow_ring_links, ring_of
+from shoal.diagnosis.links import find_slow_links, find_slow_ring_links, ring_of
+from shoal.diagnosis.own_work import POLICY, OwnWork, Policy, own_work
 from shoal.diagnosis.straggler import Straggler, find_stragglers, peers_of
 from shoal.timeline import Kind, Meeting, Parts, Timeline, explain, meetings
-from shoal.timeline.parts import mean
-from shoal.timeline.windows import StepWindows
+from shoal.timeline.breakdown import mean
+from shoal.timeline.intervals import Intervals, StepWindows, intersect, length, subtract, union
+
+
+def held_up(meetings: Iterable[Meeting], works: Mapping[int, OwnWork]) -> dict[int, dict[int, float]]:
+    """Return the seconds for which each rank held others up, by rank and step.
+
+    Args:
+        meetings: The collectives of the steps.
+        works: The own work of each rank.
+    """
+    found: dict[tuple[int, int], Intervals] = {}
+    names: dict[tuple[int, int], set[str]] = {}
+    whole = [each for each in meetings if each.is_whole and len(each.group) > 1]
+    for meeting in whole:
+        for rank in meeting.spans:
+            names.setdefault((rank, meeting.step), set()).add(meeting.name)
+    for meeting in whole:
+        arrivals = sorted((span.start, rank) for rank, span in meeting.spans.items())
+        half = arrivals[(len(arrivals) - 1) // 2][0]
+        for position, (arrival, late) in enumerate(arrivals):
+            if arrival <= half:
+                continue
+            for before, rank in arrivals[:position]:
+                moment = max(half, before), min(arrival, meeting.spans[rank].stop)
+                if moment[0] < moment[1]:
+                    work = works[rank].steps[meeting.step]
+                    others = [
+                        each
+                        for name, waits in work.waits.items()
+                        if name != meeting.name and name in names[rank, meeting.step]
+                        for each in waits
+                    ]
+                    idle = subtract(intersect(work.idle, [moment]), union(others))
+                    found.setdefault((late, meeting.step), []).extend(idle)
+    return {
+        rank: {step: length(union(found.get((rank, step), ()))) for step in work.steps}
+        for rank, work in works.items()
+    }
+
+
+class Bottleneck(StrEnum):
+    """What bounds the step."""
+
+    COMPUTE = "compute"
+    MEMORY = "memory"
+    """Compute that the rate of the device's memory bounds."""
+    NETWORK = "network"
+    DATA = "data"
+    HOST = "host"
+    """The host gives work too slowly, or does other work between spans."""
+    STRAGGLER = "straggler"
+    BUBBLE = "bubble"
+
+
+ADVICE = {
+    Bottleneck.COMPUTE: "Use more devices, a lower precision or compile=blocks; `shoal plan` compares Plans.",
+    Bottleneck.MEMORY: "Fuse operations (compile=blocks), use a larger microbatch, or a lower precision.",
+    Bottleneck.NETWORK: "`shoal report --collectives` lists what is exposed. `shoal plan` finds a layout "
+    "that sends less or overlaps more.",
+    Bottleneck.DATA: "Prepare data in more processes, or read it from a faster disk.",
+    Bottleneck.HOST: "Give the device more work per launch: compile=blocks, or a larger microbatch.",
+    Bottleneck.STRAGGLER: "No rank is late most of the time, so the ranks are late in turn: give them equal "
+    "work, and keep other processes from their cores.",
+    Bottleneck.BUBBLE: "Use more micro-batches, or a schedule with a smaller bubble: `shoal schedule`.",
+}
+"""What to do next."""
+
+
+def bottleneck_of(
+    parts: Parts, straggler_seconds: float, memory_share: float | None, policy: Policy
+) -> tuple[Bottleneck, float]:
+    """Return the bottleneck and its seconds of a step.
+
+    It is the largest part other than compute, if that has its share of the step; else it is compute.
+
+    Args:
+        parts: The parts of the mean step.
+        straggler_seconds: Seconds that the stragglers cost that were found.
+        memory_share: Share of compute that the rate of memory bounds; None if it is not known.
+        policy: The thresholds.
+    """
+    others = {
+        Bottleneck.NETWORK: parts.exposed_communication,
+        Bottleneck.DATA: parts.data_wait,
+        Bottleneck.HOST: (parts.launch or 0.0) + parts.other,
+        Bottleneck.STRAGGLER: max(parts.straggler_wait, straggler_seconds),
+        Bottleneck.BUBBLE: parts.bubble,
+    }
+    largest = max(others, key=lambda part: others[part])
+    if others[largest] >= policy.bottleneck * parts.wall:
+        return largest, others[largest]
+    if memory_share is not None and memory_share > 0.5:
+        return Bottleneck.MEMORY, parts.compute * memory_share
+    return Bottleneck.COMPUTE, parts.compute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

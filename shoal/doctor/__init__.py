@@ -6,13 +6,19 @@ is one file per family of checks. Nothing here imports torch. `shoal doctor` cal
 calls `examine_quickly` on each host.
 """
 
-from shoal.doctor.ethernet import facts
-from shoal.doctor.examine import examine, examine_quickly
-from shoal.doctor.finding import Finding, Verdict, worst
-from shoal.doctor.machine import LiveMachine, Machine
-from shoal.doctor.recorded import RecordedMachine, Recorder
-from shoal.doctor.report import HostReport, across_hosts
-from shoal.doctor.window import Window, count
+from shoal.doctor.examine import HostReport, across_hosts, examine, examine_quickly
+from shoal.doctor.machine import (
+    Finding,
+    LiveMachine,
+    Machine,
+    RecordedMachine,
+    Recorder,
+    Verdict,
+    Window,
+    count,
+    worst,
+)
+from shoal.doctor.nccl import facts
 
 __all__ = [
     "Finding",

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import json
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Self, final
 
-from shoal.doctor import ethernet, gpu, infiniband, limits, memory, nccl, placement, processor
-from shoal.doctor.disk import check_disk
-from shoal.doctor.finding import Finding
-from shoal.doctor.machine import Machine
-from shoal.doctor.window import Window
+from shoal.doctor import gpu, memory, nccl
+from shoal.doctor.machine import Finding, Machine, Verdict, Window
+from shoal.doctor.memory import check_disk
 
 Check = Callable[[Machine, Window], Iterator[Finding]]
 
 _FILES_ONLY: tuple[Check, ...] = (
     nccl.check_settings,
-    infiniband.check_ports,
-    ethernet.check_speed,
-    ethernet.check_mtu,
-    placement.check_nodes,
-    processor.check_governor,
-    limits.check_cgroup,
-    limits.check_ulimits,
+    nccl.check_ports,
+    nccl.check_speed,
+    nccl.check_mtu,
+    gpu.check_nodes,
+    memory.check_governor,
+    memory.check_cgroup,
+    memory.check_ulimits,
     memory.check_memory,
     memory.check_shared_memory,
     memory.check_huge_pages,
@@ -29,16 +33,16 @@ _FILES_ONLY: tuple[Check, ...] = (
 
 _OTHERS: tuple[Check, ...] = (
     nccl.check_traffic,
-    infiniband.check_rails,
-    infiniband.check_errors,
-    infiniband.check_congestion,
-    ethernet.check_pauses,
-    ethernet.check_drops,
+    nccl.check_rails,
+    nccl.check_errors,
+    nccl.check_congestion,
+    nccl.check_pauses,
+    nccl.check_drops,
     gpu.check_gpus,
     gpu.check_xid,
-    placement.check_matrix,
-    processor.check_cores,
-    processor.check_neighbours,
+    gpu.check_matrix,
+    memory.check_cores,
+    memory.check_neighbours,
 )
 
 
@@ -63,3 +67,72 @@ def examine_quickly(machine: Machine, folders: Sequence[str]) -> list[Finding]:
     """Return the findings that need no command and no second moment, in some milliseconds."""
     window = Window({}, {}, 0.0)
     return [finding for check in (*_FILES_ONLY, check_disk(folders)) for finding in check(machine, window)]
+
+
+@final
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostReport:
+    """The findings of one host.
+
+    Attributes:
+        host: Name of the host.
+        when: Time of the examination, in seconds since the epoch.
+        findings: The findings.
+        interfaces: MTU and speed of the network interfaces that were up.
+    """
+
+    host: str
+    when: float
+    findings: Sequence[Finding]
+    interfaces: Mapping[str, Mapping[str, int]]
+
+    def write(self, folder: Path) -> None:
+        """Write the report into a folder, in place of an older one of this host."""
+        folder.mkdir(parents=True, exist_ok=True)
+        name = re.sub(r"[^\w.-]", "_", self.host)
+        (folder / f"{name}.json").write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def read_all(cls, folder: Path) -> list[Self]:
+        """Return the reports in a folder, by host; a file that is torn or is no report is left out."""
+        return [found for path in sorted(folder.glob("*.json")) if (found := cls._read(path)) is not None]
+
+    @classmethod
+    def _read(cls, path: Path) -> Self | None:
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            rows = [
+                Finding(str(each["row"]), Verdict(each["verdict"]), str(each["found"]), str(each["change"]))
+                for each in data["findings"]
+            ]
+            interfaces = {
+                str(name): {str(key): int(value) for key, value in values.items()}
+                for name, values in data["interfaces"].items()
+            }
+            return cls(host=str(data["host"]), when=float(data["when"]), findings=rows, interfaces=interfaces)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+
+def across_hosts(reports: Sequence[HostReport]) -> list[Finding]:
+    """Return findings about what differs between hosts: MTU and speed of interfaces of one name."""
+    findings = []
+    for quantity, row, change in (
+        (
+            "mtu",
+            "MTU across hosts",
+            "set one MTU on all hosts and switches: large packets are lost otherwise",
+        ),
+        ("speed", "link speed across hosts", "the slowest host sets the pace: look at its cable and port"),
+    ):
+        hosts_by_value: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+        for report in reports:
+            for interface, values in report.interfaces.items():
+                hosts_by_value[interface][values.get(quantity, 0)].append(report.host)
+        for interface, found in hosts_by_value.items():
+            if len(found) > 1:
+                told = "; ".join(
+                    f"{value} on {', '.join(hosts[:4])}" for value, hosts in sorted(found.items())
+                )
+                findings.append(Finding(row, Verdict.BAD, f"{interface}: {told}", change))
+    return findings

@@ -10,24 +10,204 @@
 
 Times are made comparable by the base time that the profiler writes, and are as exact as the hosts' clocks.
 The files are read event by event; only what becomes a span stays in memory.
+
+The events of a Chrome trace, one at a time, from files of any size.
+
+A trace is a JSON list of events, or an object with the list as "traceEvents". The file is read in pieces, and
+memory holds one event and one piece. Values beside the list are given if they come before it, and small ones
+if they come after it.
+
+Waits that other programs do not record: compute stands still until a collective has ended.
+
+Between two spans that compute, a rank waits for each collective that ends there, from when the rank is free
+and has started it until it ends. It also waits for a collective that lies within the optimizer's span, such
+as that of the gradient's norm.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import re
+import zlib
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from shoal.errors import RunError
-from shoal.foreign.events import events_of
-from shoal.foreign.waits import with_waits
 from shoal.timeline import Kind, Lane, Purpose, Span, Timeline
 from shoal.timeline.intervals import Intervals, subtract, union
+
+_PIECE = 1 << 20  # characters
+_LONGEST_EVENT = 16 << 20  # characters
+_LIST = '"traceEvents"'
+
+
+def events_of(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events; the first item is an object with the other values of the trace, without its list.
+
+    Raises:
+        RunError: The file cannot be read, is torn, or is no trace; the message names the place.
+    """
+    try:
+        with _open(path) as file:
+            yield from _Reader(path, file).events()
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        raise _refused(path, f"cannot be read: {error}") from error
+    except RecursionError as error:
+        raise _refused(path, "holds values that are nested too deeply") from error
+
+
+def _open(path: Path) -> TextIO:
+    if path.name.endswith(".gz"):
+        return gzip.open(path, "rt", encoding="utf-8-sig", errors="replace")
+    return path.open(encoding="utf-8-sig", errors="replace")
+
+
+def _refused(path: Path, what: str) -> RunError:
+    return RunError(
+        f"{path} {what}",
+        possible="a whole Chrome trace, as PyTorch's profiler exports it: .json or .json.gz",
+        change="export or copy the trace again",
+    )
+
+
+class _Reader:
+    """A place in a trace, and the text from there as far as it is read."""
+
+    def __init__(self, path: Path, file: TextIO) -> None:
+        self._path = path
+        self._file = file
+        self._text = ""
+        self._at = 0
+        self._before = 0  # characters of the file before the text
+        self._decoder = json.JSONDecoder()
+
+    def events(self) -> Iterator[dict[str, Any]]:
+        """Yield the values beside the list, then its events."""
+        first = self._next_character()
+        beside: dict[str, Any] = {}
+        if first == "{":
+            self._at += 1
+            while (character := self._next_character()) == '"':
+                key = self._value()
+                self._expect(":")
+                if key == "traceEvents":
+                    break
+                beside[str(key)] = self._value()
+                if self._next_character() == ",":
+                    self._at += 1
+            else:
+                raise self._torn(f"has no list of events before {character!r}")
+            first = self._next_character()
+        if first != "[":
+            raise self._torn("is no list of events")
+        self._at += 1
+        yield beside
+        while (character := self._next_character()) != "]":
+            if character == ",":
+                self._at += 1
+                continue
+            event = self._value()
+            if not isinstance(event, dict):
+                raise self._torn("has an event that is no object")
+            yield event
+
+    def _value(self) -> Any:
+        """Return the next value; read on until it is whole."""
+        self._next_character()
+        while True:
+            try:
+                value, end = self._decoder.raw_decode(self._text, self._at)
+            except json.JSONDecodeError as error:
+                if len(self._text) - self._at > _LONGEST_EVENT:
+                    raise self._torn("has a value that is too long or cannot be read") from error
+                if not self._read_on(max(_PIECE, len(self._text) - self._at)):
+                    raise self._torn("ends within, or holds, a value that cannot be read") from error
+                continue
+            if end == len(self._text) and self._read_on(_PIECE):  # a number may go on
+                continue
+            self._at = end
+            return value
+
+    def _expect(self, character: str) -> None:
+        if self._next_character() != character:
+            raise self._torn(f"has no {character!r} where one is needed")
+        self._at += 1
+
+    def _next_character(self) -> str:
+        """Return the next character that is no white space, without passing it.
+
+        Raises:
+            RunError: The file ends here.
+        """
+        while True:
+            while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
+                self._at += 1
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if not self._read_on(_PIECE):
+                raise self._torn("ends before its list of events does")
+
+    def _read_on(self, characters: int) -> bool:
+        """Read more text, and forget what was passed; return whether there was more."""
+        more = self._file.read(characters)
+        if not more:
+            return False
+        self._before += self._at
+        self._text = self._text[self._at :] + more
+        self._at = 0
+        return True
+
+    def _torn(self, what: str) -> RunError:
+        return _refused(self._path, f"{what} (at character {self._before + self._at:,})")
+
+
+def with_waits(spans: Sequence[Span]) -> list[Span]:
+    """Return the spans of one rank with waits on its compute lane."""
+    collectives = sorted((span for span in spans if span.kind == Kind.COLLECTIVE), key=lambda span: span.stop)
+    optimizers = sorted((each for each in spans if each.kind == Kind.OPTIMIZER), key=lambda each: each.start)
+    starts = [span.start for span in optimizers]
+    within = [each for each in collectives if _is_within(each, optimizers, starts)]
+    working = subtract(
+        union(
+            (span.start, span.stop) for span in spans if span.lane == Lane.COMPUTE and span.kind != Kind.STEP
+        ),
+        union((each.start, each.stop) for each in within),
+    )
+    if not collectives or not working:
+        return list(spans)
+    whole = (
+        min(working[0][0], min(span.start for span in collectives)),
+        max(working[-1][1], collectives[-1].stop),
+    )
+    waits: list[Span] = []
+    position = 0
+    for start, stop in subtract([whole], working):
+        while position < len(collectives) and collectives[position].stop <= start:
+            position += 1
+        free = start
+        while position < len(collectives) and collectives[position].stop <= stop:
+            each = collectives[position]
+            begin = max(free, each.start)
+            if each.stop > begin:
+                seconds, purpose = each.stop - begin, each.purpose
+                waits.append(
+                    Span(each.rank, Lane.COMPUTE, Kind.WAIT, each.name, begin, seconds, purpose=purpose)
+                )
+                free = each.stop
+            position += 1
+    return [*spans, *waits]
+
+
+def _is_within(collective: Span, optimizers: Sequence[Span], starts: Sequence[float]) -> bool:
+    """Return whether a collective lies within one of these spans, which follow one another."""
+    position = bisect_right(starts, collective.start) - 1
+    return position >= 0 and collective.stop <= optimizers[position].stop
+
 
 _STEP = re.compile(r"ProfilerStep\s*#\s*(\d+)")
 _RANK_IN_NAME = re.compile(r"rank[^0-9]{0,2}(\d+)", re.IGNORECASE)

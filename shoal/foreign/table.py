@@ -13,6 +13,25 @@ Capitals and white space in names of columns do not matter. Times are in another
 `start_us`, `duration (ms)`. If starts count from the start of each step, steps are laid one after another.
 
 A table may be larger than memory: of more than a million rows the newest steps are kept, at least 32 of them.
+
+Messages between the stages of a pipeline: where they go, and which were noted but never sent.
+
+Profilers may note messages of the first and the last stage that have no other end, and some at the ends of a
+step. A message was not sent if
+
+- it is received after the last forward (or backward) of the step has begun, or was sent before the first has
+  ended: nothing there takes or gives it;
+- its other end would be before the first stage or after the last. With several virtual stages a rank the
+  last stage sends to the first one, and the k-th message tells its virtual stage by the k-th forward (or
+  backward) beside it.
+
+Operations of ranks as spans: which ranks a communication joins, and what the rest of the work is.
+
+A message joins the stage before and the stage after; a collective of gradients or parameters joins the ranks
+of a stage, one of the embeddings the ranks that have it in a pipeline, and clipping all ranks. The k-th of a
+kind is the same one on all its ranks.
+
+Messages that were noted but never sent join nobody; see `shoal.foreign.table`.
 """
 
 from __future__ import annotations
@@ -23,16 +42,211 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from shoal.errors import MissingExtraError, RunError
-from shoal.foreign.joined import Joined
-from shoal.foreign.operation import Operation
+from shoal.foreign.chrome import with_waits
 from shoal.lines import bounded_lines
-from shoal.timeline import Timeline
+from shoal.timeline import Kind, Lane, Purpose, Span, Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What a rank did from one time to another, in seconds.
+
+    Attributes:
+        rank: The rank.
+        step: The step.
+        kind: Its kind, in small letters with hyphens.
+        start: When it began.
+        stop: When it ended.
+        stage: The rank's stage.
+        dp: The rank's place along dp.
+        microbatch: The micro-batch, if the row names one.
+        chunk: The virtual stage in the whole model.
+    """
+
+    rank: int
+    step: int
+    kind: str
+    start: float
+    stop: float
+    stage: int
+    dp: int
+    microbatch: int | None
+    chunk: int
+
+
+_CLOCK = 5e-5  # seconds by which times of one rank may be wrong
+
+Ends = list[tuple[str, bool]]
+"""For each way that a message goes: forward or backward, and whether this rank sends. One or two ways."""
+
+
+def ends_of(kind: str) -> Ends:
+    """Return what a kind of operation sends and receives; nothing if it is no message.
+
+    Args:
+        kind: Such as "forward-send" or "backward-send-forward-recv".
+    """
+    words = kind.split("-")
+    pairs = list(zip(words[::2], words[1::2], strict=False))
+    is_message = len(words) in (2, 4) and all(
+        passes in ("forward", "backward") and way in ("send", "recv") for passes, way in pairs
+    )
+    return [(passes, way == "send") for passes, way in pairs] if is_message else []
+
+
+def ahead(passes: str, *, is_sent: bool) -> int:
+    """Return 1 if the other end is the next stage, or -1 if it is the one before."""
+    return 1 if (passes == "forward") == is_sent else -1
+
+
+def unsent(rows: Sequence[Operation], stages: int) -> set[int]:
+    """Return the positions of the messages that were not sent.
+
+    Args:
+        rows: The operations, by start.
+        stages: Number of stages.
+    """
+    last = max(row.chunk for row in rows)
+    works: dict[tuple[int, int, str], list[Operation]] = {}
+    messages: dict[tuple[int, int, str, bool], list[int]] = {}
+    for position, row in enumerate(rows):
+        for passes, is_sent in ends_of(row.kind):
+            messages.setdefault((row.rank, row.step, passes, is_sent), []).append(position)
+        if row.kind.startswith(("forward", "backward")) and not ends_of(row.kind):
+            works.setdefault((row.rank, row.step, row.kind.partition("-")[0]), []).append(row)
+    sent: set[int] = set()
+    for (rank, step, passes, is_sent), positions in messages.items():
+        beside = works.get((rank, step, passes), [])
+        if beside:
+            begun, ended = beside[-1].start + _CLOCK, min(row.stop for row in beside) - _CLOCK
+            positions = [
+                position
+                for position in positions
+                if (rows[position].stop >= ended if is_sent else rows[position].start <= begun)
+            ]
+        # The first to be received may not be noted, since nobody sends it.
+        first = not is_sent and len(positions) == len(beside) - 1
+        for number, position in enumerate(positions, start=int(first)):
+            place = rows[position].stage
+            if last >= stages:  # virtual stages
+                place = beside[number].chunk if number < len(beside) else rows[position].chunk
+            if 0 <= place + ahead(passes, is_sent=is_sent) <= max(last, stages - 1):
+                sent.add(position)
+    return {position for positions in messages.values() for position in positions} - sent
+
+
+class Joined:
+    """The rows, and which ranks their communications join."""
+
+    def __init__(self, rows: Sequence[Operation]) -> None:
+        self._rows = rows
+        self._places = {row.rank: (row.stage, row.dp) for row in rows}
+        self._by_place: dict[tuple[int, int], list[int]] = {}
+        self._with_kind: dict[str, set[int]] = {}
+        for rank, place in self._places.items():
+            self._by_place.setdefault(place, []).append(rank)
+        for row in rows:
+            self._with_kind.setdefault(row.kind, set()).add(row.rank)
+        self._stages = 1 + max(stage for stage, _ in self._places.values())
+
+    def spans(self) -> list[Span]:
+        """Return the spans of all ranks, with a span for each step and with waits."""
+        by_rank: dict[int, list[Span]] = {}
+        windows: dict[tuple[int, int], tuple[float, float]] = {}
+        alone = unsent(self._rows, self._stages)
+        for position, row in enumerate(self._rows):
+            by_rank.setdefault(row.rank, []).append(self._span(row, is_joined=position not in alone))
+            first, last = windows.get((row.rank, row.step), (row.start, row.stop))
+            windows[row.rank, row.step] = min(first, row.start), max(last, row.stop)
+        for (rank, step), (first, last) in windows.items():
+            by_rank[rank].append(Span(rank, Lane.COMPUTE, Kind.STEP, str(step), first, last - first))
+        return [span for spans in by_rank.values() for span in with_waits(spans)]
+
+    def _span(self, row: Operation, *, is_joined: bool) -> Span:
+        start, seconds = row.start, row.stop - row.start
+        joined = self._communication(row, is_joined=is_joined)
+        if joined is not None:
+            name, purpose, group = joined
+            lane, collective = Lane.COMMUNICATION, Kind.COLLECTIVE
+            return Span(row.rank, lane, collective, name, start, seconds, group=group, purpose=purpose)
+        kind, name = _work(row)
+        return Span(row.rank, Lane.COMPUTE, kind, name, start, seconds)
+
+    def _communication(self, row: Operation, *, is_joined: bool) -> tuple[str, str, tuple[int, ...]] | None:
+        """Return name, purpose and group of a communication; None for other work."""
+        kind = row.kind
+        if ends := ends_of(kind):
+            passes, is_sent = ends[0]
+            what = {"forward": "activation", "backward": "gradient"}[passes] if len(ends) == 1 else "exchange"
+            if not is_joined:
+                return f"{what}:unsent", Purpose.PIPELINE, (row.rank,)
+            other = (row.stage + ahead(passes, is_sent=is_sent)) % self._stages
+            ways = row.rank, self._beside(row.rank, (other, row.dp))
+            sender, receiver = ways if is_sent or len(ends) == 2 else ways[::-1]
+            group = tuple(sorted({sender, receiver}))
+            name = f"{sender} to {receiver}" if len(ends) == 1 else f"{group[0]} and {group[-1]}"
+            return f"{what}:{name}", Purpose.PIPELINE, group
+        if "clip" in kind:
+            return f"all_reduce:{kind}", Purpose.CONTROL, tuple(sorted(self._with_kind[kind]))
+        for operation in (
+            "all-reduce",
+            "allreduce",
+            "reduce-scatter",
+            "reducescatter",
+            "all-gather",
+            "allgather",
+        ):
+            if operation in kind:
+                return f"{operation}:{kind}", self._purpose(kind), self._group(row)
+        return None
+
+    @staticmethod
+    def _purpose(kind: str) -> str:
+        return Purpose.TENSOR if kind.startswith(("tp-", "layernorm")) else Purpose.DATA
+
+    def _group(self, row: Operation) -> tuple[int, ...]:
+        having = self._with_kind[row.kind]
+        if row.kind.startswith(("tp-", "layernorm")):
+            found = set(self._by_place[row.stage, row.dp])
+        elif row.kind.startswith("embedding"):
+            found = {rank for rank in having if self._places[rank][1] == row.dp}
+        else:
+            found = {rank for rank in having if self._places[rank][0] == row.stage}
+            if len(found) > len({self._places[rank] for rank in found}):  # several along tp: their like only
+                place = self._by_place[row.stage, row.dp].index(row.rank)
+                found = {
+                    ranks[place]
+                    for (stage, _), ranks in self._by_place.items()
+                    if stage == row.stage and place < len(ranks)
+                }
+        return tuple(sorted(found & having | {row.rank}))
+
+    def _beside(self, rank: int, place: tuple[int, int]) -> int:
+        """Return the rank at a place that is there what this rank is at its own place."""
+        others = self._by_place.get(place, [rank])
+        return others[min(self._by_place[self._places[rank]].index(rank), len(others) - 1)]
+
+
+def _work(row: Operation) -> tuple[str, str]:
+    """Return kind and name of work; in a pipeline the name is the action."""
+    action = "" if row.microbatch is None else str(row.microbatch)
+    if row.kind.startswith("forward"):
+        return Kind.FORWARD, f"{row.chunk}F{action}" if action else ""
+    if row.kind.startswith("backward"):
+        letter = "W" if "wgrad" in row.kind else "B"
+        return Kind.BACKWARD, f"{row.chunk}{letter}{action}" if action else ""
+    if row.kind.startswith("optimizer"):
+        return Kind.OPTIMIZER, ""
+    if row.kind.startswith("data") or row.kind in ("loader", "dataloader"):
+        return Kind.DATA_WAIT, ""
+    return Kind.OTHER, row.kind
+
 
 _NAMES: dict[str, tuple[str, ...]] = {
     "rank": ("rank", "global_rank"),

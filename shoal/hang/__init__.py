@@ -9,8 +9,7 @@ Nothing here imports torch. The backend "shoal" writes ledgers and holds inquest
 from shoal.hang.flight_recorder import is_dump_folder, read_dumps
 from shoal.hang.inquest import STACKS_SIGNAL, Peer, hold_inquest, read_states
 from shoal.hang.ledger import DTYPES, LEDGERS, NAMES, Ledger, ledger_folder
-from shoal.hang.state import Call, Cause, GroupCalls, Place, RankState
-from shoal.hang.verdict import HangVerdict, judge
+from shoal.hang.verdict import Call, Cause, GroupCalls, HangVerdict, Place, RankState, judge
 
 __all__ = [
     "DTYPES",

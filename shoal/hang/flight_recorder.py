@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn, final
 
 from shoal.errors import RunError
-from shoal.hang.state import Call, GroupCalls, RankState
+from shoal.hang.verdict import Call, GroupCalls, RankState
 
 _MOST = 256 << 20  # bytes of a dump
 _RANK = re.compile(r"(\d+)(?:\.json|\.pickle|\.pkl)?$")

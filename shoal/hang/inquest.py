@@ -20,10 +20,16 @@ from pathlib import Path
 from typing import final
 
 from shoal.hang.ledger import Pages
-from shoal.hang.process import Process, place_of
-from shoal.hang.stacks import frame_of, is_in_collective, native_stacks, read_stacks, without_inquest
-from shoal.hang.state import Cause, RankState
-from shoal.hang.verdict import HangVerdict, judge
+from shoal.hang.process import (
+    Process,
+    frame_of,
+    is_in_collective,
+    native_stacks,
+    place_of,
+    read_stacks,
+    without_inquest,
+)
+from shoal.hang.verdict import Cause, HangVerdict, RankState, judge
 
 STACKS_SIGNAL = signal.SIGRTMIN + 5
 """Signal on which a rank with a ledger writes its Python stacks."""

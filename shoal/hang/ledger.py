@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import IO, Self, final
 
 from shoal.hang.process import start_of
-from shoal.hang.state import Call, GroupCalls
+from shoal.hang.verdict import Call, GroupCalls
 
 LEDGERS = "SHOAL_LEDGERS"
 """Environment variable: the folder of ledgers, if the launcher of the ranks made one."""

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from shoal.channel import Channel, carried
-from shoal.collectives.secret_file import SECRET_FILE
+from shoal.collectives.meeting_point import SECRET_FILE
 from shoal.errors import ConfigError, ShoalError
 from shoal.launch.follow import Following
 from shoal.launch.launcher import open_store, rank_environments

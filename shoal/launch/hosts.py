@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.collectives.interface import interface_with
+from shoal.collectives.options import interface_with
 from shoal.errors import CommunicationError, ConfigError, ShoalError
 from shoal.launch.elastic import member_environments
 from shoal.launch.gate import Gate, store_service

@@ -63,7 +63,7 @@ def launch(
         ranks: Number of ranks.
         environment: Environment from which OMP_NUM_THREADS and GLOO_SOCKET_IFNAME are taken if set.
         logs: Directory in which each rank's output is kept, once the directory exists.
-        events: File of events in which the first failure is noted; None for none. See `shoal.run.events`.
+        events: File of events in which the first failure is noted; None for none. See `shoal.run.account`.
         nursery: The Nursery that ranks are forked from; None to start a program for each.
         units: Ranks that fail together. If a unit fails the others go on, and the run fails with the last of
             them. Ranks in no unit, such as parameter servers, only help. By default all ranks are one unit.

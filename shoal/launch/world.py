@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal.collectives import is_built, watch_hangs
-from shoal.collectives.assembly import Assembly
-from shoal.collectives.meeting_point import open_store
+from shoal.collectives.meeting_point import Assembly, open_store
 from shoal.errors import CommunicationError, ConfigError
 from shoal.launch.devices import backend_for, identity_of, sharing
 

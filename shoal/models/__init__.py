@@ -8,12 +8,19 @@ Workload of any module, for the planner.
 """
 
 from shoal.models.as_llama import llama_config, llama_name, stored_as_llama
-from shoal.models.classifier import Classifier, is_classifier, new_parameters
-from shoal.models.config import TransformerConfig
-from shoal.models.documents import Documents
+from shoal.models.attention import Documents
+from shoal.models.config import TransformerConfig, preset, preset_names
 from shoal.models.dropout import Dropout, token_keys
 from shoal.models.experts import Mixture, auxiliary_loss, mixtures_of, set_auxiliary_scale
-from shoal.models.hugging_face import can_read_in_parts, classifier_of
+from shoal.models.hugging_face import (
+    Classifier,
+    StoredTensor,
+    can_read_in_parts,
+    classifier_of,
+    is_classifier,
+    new_parameters,
+    stored_for,
+)
 from shoal.models.loading import build, build_or_task, find_factory
 from shoal.models.lora import (
     ALL_LINEAR,
@@ -24,12 +31,9 @@ from shoal.models.lora import (
     plain_name,
 )
 from shoal.models.loss import logits_of, next_token_loss
-from shoal.models.nested import map_tensors, tensors_in
 from shoal.models.precision import SingleDevice, cast_module
-from shoal.models.presets import preset, preset_names
 from shoal.models.sampling import generate
-from shoal.models.stored_weights import StoredTensor, stored_for
-from shoal.models.task import Task, batch_normalizations, rows, sample_count
+from shoal.models.task import Task, batch_normalizations, map_tensors, rows, sample_count, tensors_in
 from shoal.models.transformer import Block, Transformer
 
 __all__ = [

@@ -11,7 +11,7 @@ from typing import Any
 
 from shoal.errors import ModelError
 from shoal.models.config import TransformerConfig
-from shoal.models.stored_weights import StoredTensor
+from shoal.models.hugging_face import StoredTensor
 
 _OF_BLOCK = {
     "attention_norm": "input_layernorm",

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.models.autocast import autocast_dtype
+from shoal.models.attention import autocast_dtype
 from shoal.models.once_differentiable import once_differentiable
 
 

@@ -25,10 +25,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.models.autocast import without_autocast
+from shoal.models.attention import without_autocast
 from shoal.models.config import TransformerConfig
 from shoal.models.expert_products import Multiply, Runs, multiply_by_experts
-from shoal.models.loss_factor import LossFactor
+from shoal.models.loss import LossFactor
 
 
 class Mixture(nn.Module):

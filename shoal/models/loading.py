@@ -15,9 +15,8 @@ import torch
 from torch import nn
 
 from shoal.errors import ModelError, UserError, nearest
-from shoal.models.config import TransformerConfig
+from shoal.models.config import TransformerConfig, preset
 from shoal.models.hugging_face import from_hugging_face
-from shoal.models.presets import preset
 from shoal.models.task import Task
 from shoal.models.transformer import Transformer
 

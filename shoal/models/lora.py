@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from shoal.errors import MissingExtraError, ModelError, nearest
-from shoal.models.blocks import find_blocks
 from shoal.models.experts import Mixture
+from shoal.models.task import find_blocks
 
 ALL_LINEAR = "all-linear"
 """Stands for every linear layer of the blocks, as in peft."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
-from shoal.models.nested import map_tensors
+from shoal.models.task import map_tensors
 
 
 @final

@@ -20,13 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.errors import ModelError, nearest
-from shoal.models.attention import causal_attention
+from shoal.models.attention import Documents, causal_attention
 from shoal.models.config import TransformerConfig
-from shoal.models.documents import Documents
-from shoal.models.dropout import Dropout, name_dropouts
+from shoal.models.dropout import Dropout, name_dropouts, normal
 from shoal.models.experts import Mixture
 from shoal.models.loss import LaterLogits
-from shoal.models.normal import normal
 
 
 class Angles:

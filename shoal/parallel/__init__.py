@@ -7,25 +7,22 @@ Nouns: Parallel (a model laid over the ranks), Axis (a group with its collective
     `parallelize`, and so does a user with a training loop of their own.
 """
 
-from shoal.parallel.apply import parallelize, require_layout
+from shoal.parallel.apply import parallelize, plan_of, require_layout, require_trainable
 from shoal.parallel.axes import Axes
 from shoal.parallel.communication import Axis, Pending
 from shoal.parallel.documents import DocumentsGuard, require_documents
 from shoal.parallel.exchange.guided_updates import GuidedUpdates
 from shoal.parallel.exchange.local_updates import LocalUpdates
-from shoal.parallel.exchange.outer_settings import Outer, outer_settings
-from shoal.parallel.exchange.outer_state import OuterState
+from shoal.parallel.exchange.merges import Outer, OuterState, outer_settings
 from shoal.parallel.exchange.served import ServedUpdates
 from shoal.parallel.first_values import FirstValues
-from shoal.parallel.model_requirements import plan_of, require_trainable
 from shoal.parallel.offload.offloaded_optimizer import OffloadedOptimizer
-from shoal.parallel.optimizer.composed import Composed, parts_of, title_of
-from shoal.parallel.optimizer.norm import GradientNorm
-from shoal.parallel.optimizer.together import Together
+from shoal.parallel.optimizer.composed import Composed, Together, parts_of, title_of
+from shoal.parallel.optimizer.optimizers import GradientNorm
 from shoal.parallel.optimizer.whole_parameters import WholeParameters
 from shoal.parallel.owned import Frozen, Owned, local_part
 from shoal.parallel.parallel import Parallel
-from shoal.parallel.pipeline.piece_memory import Batch
+from shoal.parallel.pipeline.pieces import Batch
 from shoal.parallel.pipeline.stage_layout import StageLayout
 from shoal.parallel.place import own_device
 from shoal.parallel.replicas import Replicas

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,9 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal.collectives.values import all_gather_value
-from shoal.errors import ModelError, PlanError
+from shoal.errors import LayoutError, ModelError, PlanError
 from shoal.models import Transformer, mixtures_of
-from shoal.models.blocks import find_blocks
+from shoal.models.task import find_blocks
+from shoal.parallel.access import is_laid_out
 from shoal.parallel.axes import Axes
 from shoal.parallel.compiled import compile_blocks, uncompiled
 from shoal.parallel.context.context import context_parallel, require_context
@@ -25,34 +27,141 @@ from shoal.parallel.data.naive import naive
 from shoal.parallel.data.resident import resident
 from shoal.parallel.data.strategy import Setup, Strategy
 from shoal.parallel.data.zero3 import zero3
-from shoal.parallel.device_memory import memory_of_a_rank
 from shoal.parallel.division_probe import Divided, DivisionProbe
-from shoal.parallel.exchange.compressing import Compressing
+from shoal.parallel.exchange.sums import Compressing
 from shoal.parallel.expert.expert import cut_experts, expert_parallel, require_experts
 from shoal.parallel.first_values import take_first_values
-from shoal.parallel.float8 import use_float8
 from shoal.parallel.hugging_face.layout import has_tensor_plan, leave_weights, refuse_some_logits
 from shoal.parallel.hugging_face.routers import RouterLogits, gather_router_logits
 from shoal.parallel.hugging_face.sequence import refuse_own_loss, split_stream, use_no_cache
-from shoal.parallel.model_requirements import plan_of, require_blocks, require_module, require_parameters
+from shoal.parallel.loss_terms import mark_parts
 from shoal.parallel.offload.storage import Storage
 from shoal.parallel.offload.stored_activations import store_activations
 from shoal.parallel.parallel import Parallel
-from shoal.parallel.partial_calls import mark_parts
 from shoal.parallel.pipeline.deferred import Deferral, put_off_products
-from shoal.parallel.pipeline.piece_memory import Batch
-from shoal.parallel.pipeline.pieces import Pieces, Room, cut_pieces
+from shoal.parallel.pipeline.pieces import Batch, Pieces, Room, cut_pieces, device_name, settled_on_device
 from shoal.parallel.pipeline.runtime import Pipeline, StageEntry, StageHere
 from shoal.parallel.pipeline.stage_layout import StageLayout
-from shoal.parallel.pipeline.stage_split import device_name, settled_on_device
 from shoal.parallel.pipeline.stages import take_stages
-from shoal.parallel.place import place
-from shoal.parallel.precision import cast_inputs, kept_in_fp32
+from shoal.parallel.place import memory_of_a_rank, place
+from shoal.parallel.precision import cast_inputs, kept_in_fp32, use_float8
+from shoal.parallel.state import Whole
 from shoal.parallel.tensor.tensor import TensorCuts, cut_tensors, layout_of, tensor_parallel
 from shoal.parallel.tensor.tensor_layout import TensorLayout
-from shoal.parallel.whole import Whole
 from shoal.plan import Plan, block_choices
 from shoal.record import NullRecorder, Recorder
+
+_TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_WRAPPERS = ("DataParallel", "DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel")
+"""Names of torch's classes of models that share their work among devices by themselves."""
+
+
+def require_module(model: Any) -> None:
+    """Check that a model is a module which nothing has laid over ranks.
+
+    Raises:
+        ModelError: It is no module.
+        LayoutError: Shoal or torch has laid it, or a part of it, over ranks already.
+    """
+    if not isinstance(model, nn.Module):
+        kind = f"the class {model.__name__}" if inspect.isclass(model) else f"a {type(model).__name__}"
+        raise ModelError(
+            f"{kind} was given as the model", possible="a torch.nn.Module", change="give the module itself"
+        )
+    for name, module in model.named_modules():
+        by = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__ in _WRAPPERS), None)
+        if by is not None or is_laid_out(module):
+            what = f"its module {name}" if name else "the model"
+            raise LayoutError(
+                f"{what} is laid over ranks already" + (f", by {by}" if by is not None else ""),
+                possible="a plain module, laid over ranks once; parts that two models share in one of them",
+                change="make the model anew" if by is None else f"give the module without {by}",
+            )
+
+
+def plan_of(given: Any) -> Plan:
+    """Return a Plan that is given as such, or as its text form.
+
+    Raises:
+        PlanError: It is neither, or the text cannot be read.
+    """
+    if isinstance(given, Plan):
+        return given
+    if not isinstance(given, str):
+        raise PlanError(
+            f"a {type(given).__name__} was given as the Plan",
+            possible="a shoal.Plan, or its text form, such as dp=2,shard=zero1",
+            change="write the text form",
+        )
+    if given == "auto":
+        raise PlanError(
+            "the Plan auto was given, which only `shoal train` can choose",
+            possible="a Plan that shoal.choose or `shoal plan` found, or its text form",
+            change="call shoal.choose(workload, cluster, batch=...).best.plan, or write a Plan",
+        )
+    return Plan.parse(given)
+
+
+def require_blocks(model: nn.Module, blocks: Sequence[Any]) -> None:
+    """Check that blocks are modules of a model.
+
+    Raises:
+        ModelError: One is not.
+    """
+    modules = set(model.modules())
+    for block in blocks:
+        if not isinstance(block, nn.Module) or block not in modules:
+            shown = repr(block) if isinstance(block, str) else f"a {type(block).__name__}"
+            raise ModelError(
+                f"blocks= holds {shown}, which is no module of the {type(model).__name__}",
+                possible="modules of the model, such as the elements of model.layers",
+                change="give the modules themselves, or leave out blocks",
+            )
+
+
+def require_trainable(model: nn.Module) -> None:
+    """Check that a model has parameters to train, of types that can be trained.
+
+    Raises:
+        ModelError: It is no module, has none, or one has another type.
+        LayoutError: It is laid over ranks already.
+    """
+    require_module(model)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ModelError(
+            f"{type(model).__name__} has no parameter that requires a gradient",
+            possible="a module with at least one trained parameter",
+            change="set requires_grad on the parameters to train",
+        )
+    require_parameters(model)
+
+
+def require_parameters(model: nn.Module) -> None:
+    """Check that a model has parameters; that those to train, if there are some, are of types that can be."""
+    if next(model.parameters(), None) is None:
+        raise ModelError(
+            f"{type(model).__name__} has no parameters",
+            possible="a module with parameters, trained or not",
+            change="give the module that has the parameters",
+        )
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for name, module in model.named_modules():
+        if getattr(module, "sparse", False) is True and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise ModelError(
+                f"the embedding {name} has sparse=True",
+                possible="embeddings with sparse=False: ranks sum dense gradients",
+                change=f"make {name} with sparse=False",
+            )
+    for name, parameter in model.named_parameters():
+        is_wide = parameter.dtype == torch.float64 or parameter.is_complex()  # fp32 would not hold it
+        if is_wide or (name in trained and parameter.dtype not in _TRAINED_DTYPES):
+            raise ModelError(
+                f"the parameter {name} is {parameter.dtype}",
+                possible="fp32, bf16 or fp16 parameters; the Plan's precision sets the type for compute",
+                change="call model.float() before shoal.parallelize",
+            )
+
 
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}
 """The type of the weights that compute, by its bytes."""

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.collectives import ProcessGroup
-from shoal.parallel.communication import Axis, backend_of
-from shoal.parallel.connections import Connections
+from shoal.parallel.communication import Axis, Connections, backend_of
 from shoal.plan import Group, Groups, Plan
 from shoal.record import Recorder
 from shoal.timeline import Purpose
@@ -184,8 +183,7 @@ class Axes:
         """Make the process groups of a Plan's mesh from the default group; all its ranks must call this.
 
         All ranks make all groups in one order, also those that they are not in, as `torch.distributed` asks.
-        Those of NCCL are used for the first time here, in this order, so that it connects them
-        (`connections.py`).
+        Those of NCCL are used for the first time here, in this order, so that it connects them.
 
         Args:
             plan: A Plan for the number of ranks of the default group.

@@ -6,6 +6,19 @@ for it is a span of its own on the compute lane. An axis of one rank communicate
 NCCL communicates on a stream of its own, and its `wait` makes the current stream wait, not the host. There a
 collective is recorded on a further stream, which does nothing else: it waits for the tensors, has the event
 at the span's start, waits for the collective, and has the event at its end. No other stream waits for it.
+
+The first uses of NCCL's groups, in one order on all ranks.
+
+NCCL makes a communicator with its group, and connects the ranks later: for collectives when one of them first
+runs an algorithm (`NCCL_RUNTIME_CONNECT`), and for messages when two ranks first send to each other. Then a
+rank's host waits for the others. If one rank uses group A first and another one group B, each waits for the
+other forever. So each group is used as soon as it is made: all ranks make all groups in one order.
+
+Collectives of a bucket: several tensors in one buffer, each cut into one part per rank.
+
+If the parts of a rank are not contiguous, one message for each tensor would cost more than the bytes. Between
+CPUs of one host the backend "shoal" moves all of them in one operation; NCCL does so in one launch. Elsewhere
+the parts are packed into a second buffer, moved, and unpacked.
 """
 
 from __future__ import annotations
@@ -16,17 +29,14 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, final
 
 import torch
-
-# Optimizers import it anyway. Imported while a gloo group exists, it keeps the group's threads alive after
-# `destroy_process_group`, and sometimes one of them aborts the process at its exit (torch 2.13).
 import torch._dynamo
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shoal.collectives import Done, StagedWork, Work, empty
+from shoal.collectives import Done, ProcessGroup, StagedWork, Stripes, Work, empty
 from shoal.errors import CommunicationError
 from shoal.record import DeviceRecorder, NullRecorder, OpenSpan, Recorder, SpanBeside
 from shoal.timeline import Kind, Lane, Purpose
@@ -389,3 +399,171 @@ def _as_communication_error(name: str) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise CommunicationError(f"{name} failed: {error}") from error
+
+
+_SIZES = (1, 64 << 10, 4 << 20)
+"""Elements of a number, a tensor and a bucket: NCCL chooses the algorithm by size, collective and machine."""
+
+
+@final
+class Connections:
+    """Connect the groups that this rank is in; all ranks of a group call the same method for it.
+
+    Args:
+        rank: This process's global rank.
+        device: The device of the groups' tensors; None if the groups need not be connected.
+    """
+
+    def __init__(self, rank: int, device: torch.device | None) -> None:
+        self._rank = rank
+        self._device = device
+
+    def for_collectives(self, members: tuple[int, ...], group: dist.ProcessGroup | None) -> None:
+        """Do each collective of an axis with few elements and with many.
+
+        A broadcast always takes the ring, a small sum often the tree, and a large one what switches offer.
+        """
+        axis = self._axis(members, group)
+        if axis is None:
+            return
+        for elements in _SIZES:
+            whole = torch.zeros(-(-elements // axis.size) * axis.size, device=self._device)
+            axis.broadcast(whole, "first use").wait()
+            axis.all_reduce(whole, "first use").wait()
+            axis.all_gather(whole, "first use").wait()
+            axis.reduce_scatter(whole.chunk(axis.size)[axis.index], whole, "first use").wait()
+        self._finish()
+
+    def for_all_pairs(self, members: tuple[int, ...], group: dist.ProcessGroup | None) -> None:
+        """Send something from each rank to each, for shifts and for all-to-alls."""
+        axis = self._axis(members, group)
+        if axis is None:
+            return
+        sent = torch.zeros(axis.size, device=self._device)
+        axis.all_to_all(torch.empty_like(sent), sent, "first use").wait()
+        self._finish()
+
+    def for_messages(self, members: tuple[int, int], group: dist.ProcessGroup | None) -> None:
+        """Send something each way between two ranks."""
+        axis = self._axis(members, group)
+        if axis is None:
+            return
+        sent, received = torch.zeros(2, 1, device=self._device)
+        for sender in (0, 1):  # one after the other: NCCL runs the messages of a group in the order of calls
+            if axis.index == sender:
+                axis.send(sent, 1 - sender, "first use").wait()
+            else:
+                axis.receive(received, sender, "first use").wait()
+        self._finish()
+
+    def _axis(self, members: tuple[int, ...], group: dist.ProcessGroup | None) -> Axis | None:
+        if self._device is None or self._rank not in members or len(members) == 1:
+            return None
+        return Axis("first use", members, self._rank, group, NullRecorder())
+
+    def _finish(self) -> None:
+        if self._device is not None and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+class Striped:
+    """The collectives of one layout over one axis, all in place.
+
+    Args:
+        axis: The ranks; rank i has the i-th part of each tensor.
+        stripes: For each tensor, its first element in the buffer and the number of elements of one part.
+    """
+
+    def __init__(self, axis: Axis, stripes: Sequence[tuple[int, int]]) -> None:
+        self._axis = axis
+        self._stripes = stripes
+        self._part_elements = sum(part for _, part in stripes)
+        self._native: dict[int, Stripes] = {}  # key: bytes of an element
+
+    def all_gather(self, buffer: torch.Tensor, name: str) -> Pending:
+        """Give every rank all ranks' parts of the tensors in `buffer`."""
+        if self._axis.size == 1 or not self._stripes:
+            return self._axis.all_gather(buffer[:0], name)
+        if self._is_native:
+            stripes = self._native_stripes(buffer)
+
+            group: Any = self._axis.process_group
+            return self._axis.begin(
+                f"all_gather:{name}", buffer, lambda: group.all_gather_stripes(buffer, stripes)
+            )
+        if self._coalesces(buffer):
+            return self._axis.begin(f"all_gather:{name}", buffer, self._coalesced(buffer, is_gather=True))
+        packed = self._packed(buffer)
+        self._copy(buffer, packed, [self._axis.index], is_packing=True)
+        others = [index for index in range(self._axis.size) if index != self._axis.index]
+        return Then(
+            self._axis.all_gather(packed, name),
+            lambda: self._copy(buffer, packed, others, is_packing=False),
+        )
+
+    def reduce_scatter(self, buffer: torch.Tensor, name: str) -> Pending:
+        """Sum the tensors in `buffer` over the axis; this rank gets its parts, the others are undefined."""
+        if self._axis.size == 1 or not self._stripes:
+            return self._axis.reduce_scatter(buffer[:0], buffer[:0], name)
+        if self._is_native:
+            stripes = self._native_stripes(buffer)
+
+            group: Any = self._axis.process_group
+            return self._axis.begin(
+                f"reduce_scatter:{name}", buffer, lambda: group.reduce_scatter_stripes(buffer, stripes)
+            )
+        if self._coalesces(buffer):
+            return self._axis.begin(
+                f"reduce_scatter:{name}", buffer, self._coalesced(buffer, is_gather=False)
+            )
+        packed = self._packed(buffer)
+        index = self._axis.index
+        self._copy(buffer, packed, range(self._axis.size), is_packing=True)
+        return Then(
+            self._axis.reduce_scatter(packed.chunk(self._axis.size)[index], packed, name),
+            lambda: self._copy(buffer, packed, [index], is_packing=False),
+        )
+
+    @property
+    def _is_native(self) -> bool:
+        group = self._axis.process_group
+        return isinstance(group, ProcessGroup) and group.hosts == 1
+
+    def _coalesces(self, buffer: torch.Tensor) -> bool:
+        return buffer.is_cuda and backend_of(self._axis.process_group, "cuda") == "nccl"
+
+    def _native_stripes(self, buffer: torch.Tensor) -> Stripes:
+        size = buffer.element_size()
+        if size not in self._native:
+            self._native[size] = Stripes([(first * size, part * size) for first, part in self._stripes])
+        return self._native[size]
+
+    def _coalesced(self, buffer: torch.Tensor, *, is_gather: bool) -> Callable[[], Any]:
+        """Return a function that moves all tensors in one launch, as a coalesced collective of c10d."""
+        wholes = [buffer[first : first + part * self._axis.size] for first, part in self._stripes]
+        parts = [whole.chunk(self._axis.size)[self._axis.index] for whole in wholes]
+
+        group: Any = self._axis.process_group
+        if is_gather:
+            return lambda: group.allgather_into_tensor_coalesced(wholes, parts)
+        return lambda: group.reduce_scatter_tensor_coalesced(parts, wholes)
+
+    def _packed(self, buffer: torch.Tensor) -> torch.Tensor:
+        elements = self._part_elements * self._axis.size
+        return new_buffer(elements, dtype=buffer.dtype, device=buffer.device)
+
+    def _copy(
+        self, buffer: torch.Tensor, packed: torch.Tensor, ranks: Sequence[int], *, is_packing: bool
+    ) -> None:
+        """Copy the parts of some ranks between the buffer and a packed buffer, where they are contiguous."""
+        apart, together = [], []
+        for index in ranks:
+            at = index * self._part_elements
+            for first, part in self._stripes:
+                apart.append(buffer[first + index * part : first + (index + 1) * part])
+                together.append(packed[at : at + part])
+                at += part
+        if is_packing:
+            torch._foreach_copy_(together, apart)
+        else:
+            torch._foreach_copy_(apart, together)

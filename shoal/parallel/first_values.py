@@ -18,7 +18,7 @@ from torch import nn
 
 from shoal.errors import ModelError
 from shoal.parallel.axes import Axes
-from shoal.parallel.layout import Cut
+from shoal.parallel.owned import Cut
 
 
 @final

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+import inspect
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, final
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from shoal.errors import ModelError, PlanError
-from shoal.models.nested import map_children, refuse_hidden, tensors_in
+from shoal.models.experts import mixtures_of, set_auxiliary_scale
+from shoal.models.loss import LossFactor
+from shoal.models.task import children_of, map_children, refuse_hidden, tensors_in
 from shoal.parallel.communication import Axis
 from shoal.plan import Plan, SettledPlan
 from shoal.record import NullRecorder, Recorder
@@ -209,3 +214,116 @@ def run_one_by_one(
             loss.backward()
     assert total is not None
     return total
+
+
+@final
+class AuxiliaryLosses:
+    """Scale the auxiliary losses of a model as its loop scales the mean loss of a forward.
+
+    Args:
+        model: The model.
+        split: Number of ranks over which tensor parallelism splits the sequence: each adds its part of a sum.
+    """
+
+    def __init__(self, model: nn.Module, split: int) -> None:
+        self._model = model
+        self._split = split
+        self._is_there = bool(mixtures_of(model))
+        self._mean_of: float | None = None
+        self._is_accumulating = False
+
+    def divide_by(self, mean_of: float | None) -> None:
+        """Divide them by this number; with None by what the loop divides `next_token_loss` by."""
+        self._mean_of = mean_of
+        if mean_of is not None:
+            set_auxiliary_scale(self._model, 1 / (mean_of * self._split))
+
+    def begin_micro_batch(self, *, counts: bool) -> None:
+        """Set whether the losses of the next forward count, of those that are divided by a number."""
+        if self._mean_of is not None:
+            set_auxiliary_scale(self._model, counts / (self._mean_of * self._split))
+
+    def run(self, inputs: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """Return the model's output, which tells the loss to note its factor if nobody told the number."""
+        if not self._is_there or self._mean_of is not None or not torch.is_grad_enabled():
+            return self._model(*inputs, **named)
+        factor = LossFactor(self._split, lambda: self._is_accumulating)
+        set_auxiliary_scale(self._model, factor)
+        return factor.put_on(self._model(*inputs, **named))
+
+    @contextmanager
+    def dividing_by(self, mean_of: float) -> Iterator[None]:
+        """Divide them by this number within it."""
+        before = self._mean_of
+        self.divide_by(mean_of)
+        try:
+            yield
+        finally:
+            self.divide_by(before)
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Take each backward within it for one of several."""
+        before, self._is_accumulating = self._is_accumulating, True
+        try:
+            yield
+        finally:
+            self._is_accumulating = before
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments of one forward of a model.
+
+    Attributes:
+        by_place: Arguments by their place.
+        named: Arguments by their names.
+    """
+
+    by_place: tuple[Any, ...] = ()
+    named: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, inputs: Any, model: Callable[..., Any]) -> Arguments:
+        """Return the arguments for a model's inputs.
+
+        A mapping is passed by keywords if the model takes its names, and a tuple or a list as several
+        arguments if the model takes so many. Anything else is one argument.
+
+        Args:
+            inputs: The inputs, or `Arguments`, which are returned as they are.
+            model: The model's forward.
+        """
+        if isinstance(inputs, Arguments):
+            return inputs
+        takes = inspect.signature(model)
+        if isinstance(inputs, Mapping) and _binds(takes, cls(named=inputs)):
+            return cls(named=dict(inputs))
+        if type(inputs) in (tuple, list) and _binds(takes, cls(tuple(inputs))):
+            return cls(tuple(inputs))
+        return cls((inputs,))
+
+    def give(self, model: Callable[..., Any]) -> Any:
+        """Return what the model returns for them."""
+        return model(*self.by_place, **self.named)
+
+
+def _binds(takes: inspect.Signature, arguments: Arguments) -> bool:
+    try:
+        takes.bind(*arguments.by_place, **arguments.named)
+    except TypeError:
+        return False
+    return True
+
+
+def kind_of(value: Any) -> Hashable:
+    """Return the kind of a model's inputs: structure, shapes, types, and numbers and texts, except floats.
+
+    Shapes within the model's forward follow from it.
+    """
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if (held := children_of(value)) is not None:
+        name = "mapping" if isinstance(value, Mapping) else type(value).__name__
+        return name, tuple((key, kind_of(each)) for key, each in held.items())
+    return value if value is None or isinstance(value, bool | int | str) else type(value).__name__

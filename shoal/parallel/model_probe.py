@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from shoal.data.generators import generators_put_aside, seed_generators
+from shoal.data.permutation import generators_put_aside, seed_generators
 from shoal.models.dropout import Dropout
-from shoal.models.nested import tensors_in
+from shoal.models.task import tensors_in
 
 _ROUNDINGS = 1 << 10
 """Sums in another order were up to 16 resolutions of fp32 apart, over 150 kinds of models."""

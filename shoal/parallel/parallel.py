@@ -13,23 +13,30 @@ from torch import nn
 from shoal.errors import LayoutError, TrainingError
 from shoal.models.dropout import Dropout, token_keys
 from shoal.parallel.access import answer_as_model, mark_laid_out, refuse_copies
-from shoal.parallel.arguments import Arguments
-from shoal.parallel.auxiliary import AuxiliaryLosses
 from shoal.parallel.axes import Axes
 from shoal.parallel.context.positions import local_sequences, residual_positions
 from shoal.parallel.data.strategy import Strategy, in_all
-from shoal.parallel.layout import Cut
-from shoal.parallel.micro_batches import Batch, own_rows, require_step, run_one_by_one
+from shoal.parallel.micro_batches import (
+    Arguments,
+    AuxiliaryLosses,
+    Batch,
+    own_rows,
+    require_step,
+    run_one_by_one,
+)
 from shoal.parallel.model_face import ModelFace
 from shoal.parallel.offload.storage import Storage
-from shoal.parallel.optimizer.norm import GradientNorm, limit_gradients, measure_gradient
-from shoal.parallel.optimizer.optimizers import follow_optimizers
-from shoal.parallel.optimizer.step_count import StepCount
-from shoal.parallel.owned import fixed_parameters, require_trained
+from shoal.parallel.optimizer.optimizers import (
+    GradientNorm,
+    StepCount,
+    follow_optimizers,
+    limit_gradients,
+    measure_gradient,
+)
+from shoal.parallel.owned import Cut, fixed_parameters, require_trained
 from shoal.parallel.pipeline.messages import MicroBatch
 from shoal.parallel.pipeline.runtime import Loss, Pipeline
-from shoal.parallel.state import State
-from shoal.parallel.whole import Whole
+from shoal.parallel.state import State, Whole
 from shoal.plan import Plan
 
 

@@ -7,6 +7,12 @@ error. A module with weights of its own casts its inputs, as a positional buffer
 fp32. A parametrization's buffers, such as those of a spectral norm, get the type of the weight that they
 make. A module with running statistics, such as a batch norm, keeps its weights in fp32 beside them, as
 torch's autocast does: its input and output are bf16.
+
+Products in 8 bits: precision=fp8, by torchao (arXiv:2209.05433 for the formats).
+
+The layers of blocks round their operands to 8 bits before each product, with one scale for each tensor that
+is computed anew in every step. Weights, sums and all other operators are as with precision=bf16. On a CPU the
+rounding is emulated, so that a Plan can be tried there.
 """
 
 from __future__ import annotations
@@ -19,7 +25,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils.parametrize import ParametrizationList
 
-from shoal.models.nested import map_tensors
+from shoal.errors import PlanError
+from shoal.models.task import map_tensors
 
 
 def kept_in_fp32(model: nn.Module) -> frozenset[str]:
@@ -70,3 +77,45 @@ def _cast_buffers(module: nn.Module, dtype: torch.dtype) -> None:
         for name, buffer in each._buffers.items():
             if buffer is not None and buffer.is_floating_point():
                 each._buffers[name] = buffer.to(dtype)
+
+
+_CAPABILITY = (8, 9)
+"""CUDA's compute capability of the first devices with products in 8 bits: Ada and Hopper."""
+
+_MULTIPLE = 16
+"""Sizes of a product in 8 bits are multiples of this."""
+
+
+def use_float8(blocks: Sequence[nn.Module], device: torch.device) -> None:
+    """Make the linear layers of blocks compute in 8 bits, in place; their parameters stay the same objects.
+
+    Args:
+        blocks: The blocks.
+        device: Device that will compute.
+
+    Raises:
+        PlanError: The device has no such products, or torchao is missing.
+    """
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _CAPABILITY:
+        raise PlanError(
+            f"precision=fp8 was given, and {torch.cuda.get_device_name(device)} has no products in 8 bits",
+            possible="fp8 on GPUs of compute capability 8.9 or higher, such as L40S, H100 and B200",
+            change="use precision=bf16",
+        )
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError:
+        raise PlanError(
+            "precision=fp8 was given, and torchao, which makes its products, is not installed",
+            possible="pip install 'shoal[fp8]'",
+            change="install it, or use precision=bf16",
+        ) from None
+    config = Float8LinearConfig(emulate=device.type == "cpu")
+    for block in blocks:
+        convert_to_float8_training(block, config=config, module_filter_fn=_fits)
+
+
+def _fits(module: Any, name: str) -> bool:
+    if type(module) is not nn.Linear:
+        return False
+    return module.in_features % _MULTIPLE == module.out_features % _MULTIPLE == 0

@@ -8,22 +8,15 @@ Nouns: Plan (how a step is laid over the devices), SettledPlan (a Plan with a fi
     `shoal.parallel`, timed by the simulator. Imports no torch.
 """
 
-from shoal.plan.block_choices import BlockChoices, block_choices
-from shoal.plan.boundary import Boundary
-from shoal.plan.by_fields import ByFields
-from shoal.plan.choices import CHOICES, DEGREES, element_bytes
-from shoal.plan.compression import BLOCK, CHUNK, Compression
-from shoal.plan.degrees import divisors
-from shoal.plan.exchange import SYNCHRONOUS, Exchange
+from shoal.plan.choices import AXES, CHOICES, DEFAULT_ORDER, DEGREES, element_bytes
+from shoal.plan.exchange import BLOCK, CHUNK, SYNCHRONOUS, Compression, Exchange
 from shoal.plan.group import Group
-from shoal.plan.groups import FamilyGroups, Groups
+from shoal.plan.groups import Boundary, FamilyGroups, Groups, Mesh
 from shoal.plan.legal import VARIED, legal_plans
-from shoal.plan.mesh import Mesh
 from shoal.plan.offload import BLOCK_ELEMENTS, BUFFERS, DEVICE, GRANULE, OFFLOADED, Tiers
-from shoal.plan.order import AXES, DEFAULT_ORDER
 from shoal.plan.plan import Plan, parse_settings
-from shoal.plan.settled import SettledPlan
-from shoal.plan.sharding import FULLY_SHARDED, SHARDINGS, UNSHARDED, Sharding
+from shoal.plan.settled import BlockChoices, ByFields, SettledPlan, block_choices
+from shoal.plan.sharding import FULLY_SHARDED, SHARDINGS, UNSHARDED, Sharding, divisors
 from shoal.plan.shares import EQUAL, Shares
 
 __all__ = [

@@ -1,7 +1,7 @@
 """The groups of ranks that communicate under a Plan, for each axis and each family of parameters.
 
 All groups of an axis are one pattern with different first ranks, because ranks stand row by row on the axes,
-in the Plan's `order` (`shoal.plan.mesh`). `shoal.parallel.axes` makes process groups of them; the
+in the Plan's `order` (`shoal.plan.groups`). `shoal.parallel.axes` makes process groups of them; the
 cost model looks up which links such a pattern uses.
 
 There are three families of parameters. They differ in the ranks that hold equal values and see other data:
@@ -13,16 +13,24 @@ There are three families of parameters. They differ in the ranks that hold equal
 A sharded state is cut over dp / replicate x cp ranks, and an expert's over ep times fewer; the other ranks of
 its family hold replicas. The ranks of one replica are a worker. If workers make steps by themselves
 (`exchange=local`), gradients are summed within a worker only.
+
+The device mesh of a Plan: rank arithmetic, without process groups.
+
+Ranks are laid out row by row over the axes `pp, replicate, shard, cp, tp`, outermost first, so that
+neighbours along `tp` are neighbours in the node. A Plan's `order` puts the axes in another order. `dp` names
+the pair `replicate, shard`.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
+from shoal.plan.choices import AXES, DEFAULT_ORDER, axes_of, strides_of
 from shoal.plan.group import Dim, Group, split_dims
-from shoal.plan.order import AXES, DEFAULT_ORDER, axes_of, strides_of
 from shoal.plan.plan import Plan
 
 
@@ -239,3 +247,136 @@ _groups = lru_cache(maxsize=1 << 14)(Groups)
 def _nested(*dims: list[Dim]) -> Group:
     """Return the pattern along all these dims, given in any order."""
     return Group.along(sorted(itertools.chain(*dims), key=lambda each: each[1], reverse=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Ranks laid out over the axes of a Plan.
+
+    Attributes:
+        sizes: Number of ranks along each of `AXES`.
+        order: The axes, outermost first.
+    """
+
+    sizes: tuple[int, ...]
+    order: tuple[str, ...] = AXES
+
+    @classmethod
+    def of(cls, plan: Plan) -> Mesh:
+        """Return the mesh of a Plan. Without sharding, all of `dp` lies on the axis `replicate`."""
+        return cls((plan.pp, plan.replicas, plan.shards, plan.cp, plan.tp), axes_of(plan.order))
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks in the mesh."""
+        return math.prod(self.sizes)
+
+    def coordinate(self, rank: int, *axes: str) -> int:
+        """Return the position of a rank along one axis, or along several together, outermost first."""
+        return self._flat(self._coordinates(rank), axes)
+
+    def group(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """Return the ranks that differ from `rank` only along these axes, itself included, in mesh order."""
+        return next(group for group in self.groups(*axes) if rank in group)
+
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """Return all groups along these axes, each in mesh order; every rank is in exactly one."""
+        varying = [self.order.index(axis) for axis in self._expand(axes)]
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank, place in enumerate(itertools.product(*map(range, self._ordered))):
+            fixed = tuple(index for axis, index in enumerate(place) if axis not in varying)
+            groups.setdefault(fixed, []).append(rank)
+        return [tuple(group) for group in groups.values()]
+
+    def _coordinates(self, rank: int) -> tuple[int, ...]:
+        place = []
+        for size in reversed(self._ordered):
+            rank, index = divmod(rank, size)
+            place.append(index)
+        return tuple(reversed(place))
+
+    def _flat(self, place: tuple[int, ...], axes: tuple[str, ...]) -> int:
+        position = 0
+        for axis in self._expand(axes):
+            index = self.order.index(axis)
+            position = position * self._ordered[index] + place[index]
+        return position
+
+    @property
+    def _ordered(self) -> tuple[int, ...]:
+        """Number of ranks along each axis of `order`."""
+        return tuple(self.sizes[AXES.index(axis)] for axis in self.order)
+
+    def _expand(self, axes: tuple[str, ...]) -> list[str]:
+        named = [part for axis in axes for part in (("replicate", "shard") if axis == "dp" else (axis,))]
+        return sorted(named, key=self.order.index)
+
+
+@lru_cache(maxsize=1 << 10)
+def _places(group: Group) -> tuple[int, ...]:
+    """Return the first rank at each place along the pipeline."""
+    return group.ranks(0)
+
+
+@dataclass(frozen=True, slots=True)
+class Boundary:
+    """Pairs of ranks with equal coordinates on all axes but `pp`: the first of each pair sends to the second.
+
+    The k-th rank of `pattern` from `sender` sends to the k-th rank of `pattern` from `receiver`, so all pairs
+    are equally far apart in rank numbers. Where they sit on links differs.
+
+    Attributes:
+        sender: The first rank that sends.
+        receiver: The first rank that receives.
+        pattern: The ranks of one stage.
+    """
+
+    sender: int
+    receiver: int
+    pattern: Group
+
+    @classmethod
+    def of(cls, plan: Plan, sender: int, receiver: int) -> Self:
+        """Return the pairs between two places along `pp`.
+
+        Args:
+            plan: The Plan, which says the degrees and their order.
+            sender: Place of the ranks that send, from 0 to pp - 1.
+            receiver: Place of the ranks that receive.
+        """
+        groups = Groups.of_pipeline(plan)
+        return cls.between(groups.pp, groups.stage, sender, receiver)
+
+    @classmethod
+    def between(cls, pp: Group, stage: Group, sender: int, receiver: int) -> Self:
+        """Return the pairs between two places along a pipeline, from its ranks and those of a stage."""
+        places = _places(pp)
+        return cls(places[sender], places[receiver], stage)
+
+    @property
+    def distance(self) -> int:
+        """Number of ranks from a sender to its receiver, in either direction."""
+        return abs(self.receiver - self.sender)
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """Return all pairs of a sender and a receiver, as global ranks."""
+        return list(zip(self.pattern.ranks(self.sender), self.pattern.ranks(self.receiver), strict=True))
+
+    def crosses(self, devices: int) -> bool:
+        """Return whether the ranks of some pair sit in different groups of `devices` neighbouring ranks.
+
+        The links that join such groups are then used: for the farthest pair, those of the outermost level
+        for which this holds of the level inside it. It takes no time that grows with the number of pairs
+        where the Plan's distances and `devices` divide each other.
+        """
+        if self.distance == 0 or self.distance >= devices:
+            return self.distance > 0
+        *outer, (run, stride) = self.pattern.dims or ((1, 1),)
+        if stride > 1:
+            outer, run = [*outer, (run, stride)], 1
+        # Places of the first rank of each run in its group of devices.
+        places = {min(self.sender, self.receiver) % devices}
+        for number, apart in outer:
+            different = min(number, devices // math.gcd(apart, devices))
+            places = {(place + index * apart) % devices for place in places for index in range(different)}
+        return any(place + run - 1 + self.distance >= devices for place in places)

@@ -8,8 +8,8 @@ from typing import Any
 
 from shoal.errors import PlanError, UserError
 from shoal.plan.choices import CHOICES
-from shoal.plan.degrees import divisors
 from shoal.plan.plan import Plan
+from shoal.plan.sharding import divisors
 
 VARIED: Mapping[str, Sequence[Any]] = {
     "shard": CHOICES["shard"],

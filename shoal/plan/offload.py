@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shoal.errors import PlanError, nearest
-from shoal.plan.recompute import share_of_blocks
+from shoal.plan.choices import share_of_blocks
 from shoal.plan.sharding import Sharding
 
 PLACES: Mapping[str, tuple[str, ...]] = {

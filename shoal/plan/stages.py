@@ -19,8 +19,7 @@ from dataclasses import dataclass
 
 from shoal.errors import PlanError
 from shoal.plan.schedules import Times
-from shoal.plan.stage_load import Amounts, Load
-from shoal.plan.stage_search import search_split
+from shoal.plan.stage_search import Amounts, Load, search_split
 from shoal.units import format_bytes
 
 

@@ -5,10 +5,8 @@
 `Space`. Called by `shoal plan`, `shoal scale` and `shoal train --plan auto`.
 """
 
-from shoal.planner.bucket import ALL_SIZES
 from shoal.planner.candidate import Candidate
-from shoal.planner.choose import OBJECTIVES, Choice, choose
-from shoal.planner.configuration import configuration
+from shoal.planner.choose import OBJECTIVES, Choice, choose, configuration
 from shoal.planner.exchange import (
     DENSE,
     CodecMeasure,
@@ -19,13 +17,12 @@ from shoal.planner.exchange import (
     exchange_of,
     expected,
 )
-from shoal.planner.explanation import Explanation
-from shoal.planner.neighbours import changed
-from shoal.planner.proportion import in_proportion
+from shoal.planner.explain import Explanation
+from shoal.planner.polish import changed
 from shoal.planner.scale import Point, Scaling, scale
 from shoal.planner.search import Ranking, Search
-from shoal.planner.space import Degrees, Space
-from shoal.planner.unequal import Slower, Unequal
+from shoal.planner.space import ALL_SIZES, Degrees, Space
+from shoal.planner.unequal import Slower, Unequal, in_proportion
 
 __all__ = [
     "ALL_SIZES",

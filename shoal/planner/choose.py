@@ -1,26 +1,102 @@
-"""The choice: Plans of a Workload on a Cluster, best first by time or by money, or the reason for none."""
+"""The choice: Plans of a Workload on a Cluster, best first by time or by money, or the reason for none.
+
+The number of devices on which the quickest Plan is the cheapest: it uses least device time per token.
+
+On a given number of devices the cheapest Plan is the quickest. Fewer devices are slower, and often cheaper,
+since they communicate less. So every number of whole nodes that divides the cluster is searched, and within a
+node every number that divides it.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shoal.cluster import Cluster, devices_of
-from shoal.errors import ClusterError, ConfigError, PlanError
-from shoal.plan import CHOICES
+from shoal.cost.memory import smallest_fit
+from shoal.errors import ClusterError, ConfigError, ModelError, PlanError
+from shoal.plan import CHOICES, SettledPlan, divisors
 from shoal.planner.candidate import Candidate
-from shoal.planner.cheapest_blocks import with_cheapest_blocks
-from shoal.planner.explain import explain
-from shoal.planner.explanation import Explanation
-from shoal.planner.money import cheapest
-from shoal.planner.offloaded import quicker_outside, stores_activations
+from shoal.planner.explain import Explanation, explain
+from shoal.planner.offloaded import quicker_outside, stores_activations, unknown_rates, with_cheapest_blocks
 from shoal.planner.polish import LEAST_GAIN, polished, simplest, with_found_schedule
-from shoal.planner.proportion import with_shares
-from shoal.planner.refusal import refusal
 from shoal.planner.search import Search
-from shoal.planner.sized import Fitted
 from shoal.planner.space import Degrees
-from shoal.workload import Workload
+from shoal.planner.tree import Fitted
+from shoal.planner.unequal import with_shares
+from shoal.workload import ModelShape, Workload
+
+
+def cheapest(
+    workload: Workload, cluster: Cluster, batch: int, *, margin: float, precision: str | None = None
+) -> Search:
+    """Return the search on as many devices as train a token for the least money.
+
+    Args:
+        workload: The training.
+        cluster: The largest machine that may be used.
+        batch: Samples of a step.
+        margin: Share of each device's memory that must stay free.
+        precision: The precision of all Plans; see `Search`.
+
+    Raises:
+        ClusterError: The Cluster has no price.
+    """
+    if not cluster.price:
+        raise ClusterError(
+            f"{cluster.name} has no price",
+            possible="a Cluster with the price of a device in dollars per hour",
+            change="write its price into a file of the Cluster, or choose by time",
+        )
+    node, best = cluster.devices_per_node, math.inf
+    found = Search(workload, cluster, batch, margin=margin, precision=precision)
+    for devices in divisors(cluster.devices):
+        if devices % node == 0 or node % devices == 0:
+            part = cluster.with_devices(devices)
+            search = Search(workload, part, batch, margin=margin, precision=precision)
+            first = search.best(1).best
+            if first is not None and first.dollars_per_step < best:
+                found, best = search, first.dollars_per_step
+    return found
+
+
+def refusal(search: Search) -> PlanError:
+    """Return the error for a search that found nothing."""
+    leanest = search.leanest()
+    return _nothing_legal(search) if leanest is None else _nothing_fits(search, *leanest)
+
+
+def _nothing_legal(search: Search) -> PlanError:
+    devices, batch, workload = search.cluster.devices, search.batch, search.workload
+    upper = -(-batch // devices) * devices
+    return PlanError(
+        f"no Plan divides a batch of {batch} of {workload.name} over {devices} devices",
+        possible=f"dp that divides the batch, tp that divides {workload.heads} heads, pp up to "
+        f"{len(workload.layers)} layers, cp that divides {workload.length} tokens; their product is "
+        f"{devices}",
+        change=f"choose a batch of {upper}, or another number of devices",
+    )
+
+
+def _nothing_fits(search: Search, plan: SettledPlan, told: str) -> PlanError:
+    workload, cluster = search.workload, search.cluster
+    smallest = smallest_fit(workload, cluster, search.batch, search.margin)
+    if smallest is None:
+        possible, change = "no number of these devices", "use devices with more memory, or a smaller model"
+    else:
+        possible = f"{smallest.devices} of these devices or more, with {smallest.plan}"
+        change = f"use {smallest.devices} devices, devices with more memory, or a smaller margin"
+    if unknown := unknown_rates(search.cluster):
+        possible += f"; Plans with offload were not all tried, as {', '.join(unknown)} is not known"
+        change += ", or measure a host and its files with shoal probe --files"
+    return PlanError(
+        f"{workload.name} does not fit {cluster.devices} devices of {cluster.name}: even with {plan}, {told}",
+        possible=possible,
+        change=change,
+    )
+
 
 OBJECTIVES = ("time", "money")
 """Objectives of the choice."""
@@ -173,3 +249,65 @@ def _touched(search: Search, found: Fitted) -> Fitted:
 def _require(holds: bool, name: str, value: object, possible: str) -> None:
     if not holds:
         raise ConfigError(f"{name}={value} is not allowed", possible=possible, change=f"correct {name}")
+
+
+def configuration(candidate: Candidate, shape: ModelShape) -> str:
+    """Return a configuration for `shoal train`, in TOML.
+
+    Args:
+        candidate: The Plan, with its batch.
+        shape: Shape of the model.
+
+    Raises:
+        ModelError: Shoal's transformer cannot have this shape.
+    """
+    # A published shape is one of Shoal's own shapes with every size changed.
+    where = f"{candidate.devices} devices of {candidate.cluster.name}"
+    lines = [
+        f"# Predicted on {where}: {candidate.seconds:.4g} s a step.",
+        f'model = "{shape.name if shape.is_own else "tiny"}"',
+        f'plan = "{candidate.plan}"',
+        f"batch = {candidate.batch}",
+        f"sequence = {candidate.workload.length}",
+    ]
+    options = [] if shape.is_own else _options(shape)
+    return "\n".join([*lines, *options]) + "\n"
+
+
+def _options(shape: ModelShape) -> list[str]:
+    others = {
+        "biases": shape.biases,
+        "no gate": not shape.gated,
+        "no rotary embedding": not shape.rotary,
+        "latent attention": shape.latent is not None,
+        "heads of a different width": shape.head_dim not in (None, shape.hidden // shape.heads),
+        "shared experts": shape.shared_experts > 0,
+        "layers without experts": shape.dense_layers > 0,
+        "bidirectional attention": not shape.causal,
+        "another objective": shape.objective != "next-token",
+    }
+    found = [name for name, has in others.items() if has]
+    if found:
+        raise ModelError(
+            f"{shape.name} has {', '.join(found)}, which Shoal's transformer does not support",
+            possible="models of Llama's and Mixtral's kind",
+            change="leave out --write, and give the Plan to shoal train --plan with a model of your own",
+        )
+    values: dict[str, Any] = {
+        "vocab_size": shape.vocab,
+        "layers": shape.layers,
+        "hidden": shape.hidden,
+        "heads": shape.heads,
+        "kv_heads": shape.keys,
+        "ffn": shape.ffn,
+        "seq": shape.seq,
+        "tie_embeddings": str(shape.tied).lower(),
+    }
+    if shape.experts:
+        values |= {
+            "experts": shape.experts,
+            "experts_per_token": shape.experts_per_token,
+            "expert_ffn": shape.expert_ffn or shape.ffn,
+            "renormalize": str(shape.renormalize).lower(),
+        }
+    return ["", "[model_options]", *(f"{name} = {value}" for name, value in values.items())]

@@ -27,10 +27,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from shoal.planner.frontier import NONE_LEFT, Frontier, Key, Look, Taken
 from shoal.planner.shared import Shared
 from shoal.planner.space import Degrees
-from shoal.planner.tree import Tree
+from shoal.planner.tree import NONE_LEFT, Frontier, Key, Look, Taken, Tree
 from shoal.signals import withheld_from_children
 
 _BATCH = 16  # branches of a message

@@ -14,14 +14,17 @@ degrees.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 
 from shoal.cluster import Cluster
 from shoal.planner.candidate import Candidate
+from shoal.planner.choose import refusal
 from shoal.planner.offloaded import quicker_outside
-from shoal.planner.refusal import refusal
 from shoal.planner.search import Search
+from shoal.units import format_count
 from shoal.workload import Workload
 
 _PAYS = 1.5  # least factor on tokens/s from twice the devices
@@ -128,3 +131,189 @@ def _last(points: Sequence[Point], gain: float) -> int | None:
         if after.best.tokens_per_second < before.best.tokens_per_second * (1 + (gain - 1) * doublings):
             return before.devices
     return None
+
+
+_WIDTH, _HEIGHT = 760, 600
+_LEFT, _RIGHT = 88, 744
+_CURVE = (96, 320)  # top and bottom
+_SHARES = (390, 510)
+_INK = "#6e7781"
+_BETWEEN = 56  # least distance of numbers below the curve
+_PARTS = {
+    "compute": "#2f81f7",
+    "communication": "#d4681a",
+    "bubble": "#a45ee5",
+    "optimizer": "#1a9c6b",
+    "slowest rank": "#b59a1c",
+}
+"""Colours of middle brightness, for white pages and dark ones."""
+_PLANNED, _EVEN, _AMDAHL = "planned", "evenly divided", "Amdahl's law"
+_DASHES = {_PLANNED: "", _EVEN: "6 4", _AMDAHL: "2 3"}
+
+
+def picture(scaling: Scaling, title: str) -> str:
+    """Return a curve as SVG.
+
+    Args:
+        scaling: Scaling with at least one point.
+        title: Title above the picture.
+    """
+    points = scaling.points
+    places = {point.devices: _place(index, len(points)) for index, point in enumerate(points)}
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
+        f'font-family="sans-serif" font-size="12" fill="{_INK}">',
+        f"<title>{escape(title)}</title>",
+        _text(_LEFT, 24, title, size=15),
+        *_lines_legend(points[0].devices),
+        *_curve(scaling, places),
+        *_shares(points, places),
+        *_parts_legend(),
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def ticks(lowest: float, highest: float) -> list[float]:
+    """Return round values for an axis that divides evenly by factors, around all values between the two.
+
+    Over less than a decade they are 1, 2 and 5 times a power of ten; over more than three only the powers.
+    """
+    decades = math.log10(highest / lowest)
+    steps = (1, 2, 5) if decades < 3 else (1,)
+    powers = range(math.floor(math.log10(lowest)) - 1, math.ceil(math.log10(highest)) + 2)
+    values = [step * 10.0**power for power in powers for step in steps]
+    first = max((i for i, value in enumerate(values) if value <= lowest), default=0)
+    last = min((i for i, value in enumerate(values) if value >= highest), default=len(values) - 1)
+    return values[first : last + 1]
+
+
+def _place(index: int, count: int) -> float:
+    """Return the x position: the middle of the column."""
+    return _LEFT + (_RIGHT - _LEFT) * (index + 0.5) / count
+
+
+def _curve(scaling: Scaling, places: Mapping[int, float]) -> Iterator[str]:
+    """Draw tokens/s over devices; both axes divide evenly by factors, if the devices double."""
+    lines = _rates(scaling.points)
+    rates = [rate for line in lines.values() for rate in line.values()]
+    marks = ticks(min(rates), max(rates))
+    top, bottom = _CURVE
+
+    def height(rate: float) -> float:
+        return bottom - (bottom - top) * math.log(rate / marks[0]) / max(math.log(marks[-1] / marks[0]), 1e-9)
+
+    yield _text(_LEFT - 8, top - 14, "tokens/s", anchor="end")
+    for mark in marks:
+        yield _line(_LEFT, height(mark), _RIGHT, height(mark), opacity=0.25)
+        yield _text(_LEFT - 8, height(mark) + 4, format_count(mark), anchor="end")
+    if scaling.pays_to is not None and scaling.pays_to in places:
+        x, color = places[scaling.pays_to], _PARTS["communication"]
+        yield _line(x, top - 8, x, bottom, color=color)
+        words = f"stops paying at {scaling.pays_to}"
+        anchor, aside = ("end", 6) if x > (_LEFT + _RIGHT) / 2 else ("start", -6)
+        yield _text(x + aside, top - 14, words, anchor=anchor)
+    for name, line in lines.items():
+        path = " ".join(f"{places[devices]:.1f},{height(rate):.1f}" for devices, rate in line.items())
+        yield (
+            f'<polyline points="{path}" fill="none" stroke="{_line_color(name)}" stroke-width="2"'
+            f"{_dashed(name)}/>"
+        )
+    yield _text(_LEFT - 8, bottom + 18, "planned", anchor="end")
+    last = -math.inf
+    for devices, rate in lines[_PLANNED].items():
+        x = places[devices]
+        yield f'<circle cx="{x:.1f}" cy="{height(rate):.1f}" r="3.5" fill="{_PARTS["compute"]}"/>'
+        if x - last >= _BETWEEN:
+            yield _text(x, bottom + 18, format_count(rate), anchor="middle")
+            last = x
+
+
+def _rates(points: Sequence[Point]) -> dict[str, dict[int, float]]:
+    """Return tokens/s by line and number of devices."""
+    first = points[0].best.tokens_per_second / points[0].devices
+    return {
+        _EVEN: {each.devices: first * each.devices for each in points},
+        _AMDAHL: {
+            each.devices: each.best.tokens_per_second * each.best.seconds / each.amdahl for each in points
+        },
+        _PLANNED: {each.devices: each.best.tokens_per_second for each in points},
+    }
+
+
+def _lines_legend(fewest: int) -> Iterator[str]:
+    """Name the lines: two of them follow from the Plan of the fewest devices, and are no bounds of others."""
+    words = {
+        _PLANNED: "planned",
+        _EVEN: f"evenly divided from {fewest} devices",
+        _AMDAHL: "Amdahl's law from there",
+    }
+    x: float = _LEFT
+    for name, told in words.items():
+        yield _line(x, 46, x + 28, 46, color=_line_color(name), width=2, dash=_dashed(name))
+        yield _text(x + 34, 50, told)
+        x += 60 + 6.6 * len(told)
+
+
+def _shares(points: Sequence[Point], places: Mapping[int, float]) -> Iterator[str]:
+    top, bottom = _SHARES
+    width = (_RIGHT - _LEFT) / len(points) * 0.6
+    yield _text(_LEFT, top - 16, "where a step's time goes")
+    for percent in (0, 50, 100):
+        y = bottom - (bottom - top) * percent / 100
+        yield _line(_LEFT, y, _RIGHT, y, opacity=0.25)
+        yield _text(_LEFT - 8, y + 4, f"{percent} %", anchor="end")
+    for point in points:
+        parts, above = point.best.parts, float(bottom)
+        shares = {
+            "compute": parts["compute"] / point.best.seconds,
+            "communication": point.best.communication,
+            "bubble": point.best.bubble,
+            "optimizer": parts["optimizer"] / point.best.seconds,
+            "slowest rank": parts.get("control", 0.0) / point.best.seconds,
+        }
+        for name, share in shares.items():
+            tall = share * (bottom - top)
+            above -= tall
+            yield (
+                f'<rect x="{places[point.devices] - width / 2:.1f}" y="{above:.1f}" width="{width:.1f}" '
+                f'height="{tall:.1f}" fill="{_PARTS[name]}"><title>{name} {share:.1%}</title></rect>'
+            )
+        yield _text(places[point.devices], bottom + 18, str(point.devices), anchor="middle")
+    yield _text((_LEFT + _RIGHT) / 2, bottom + 38, "devices", anchor="middle")
+
+
+def _parts_legend() -> Iterator[str]:
+    for index, (name, color) in enumerate(_PARTS.items()):
+        x = _LEFT + 125 * index
+        yield f'<rect x="{x}" y="{_HEIGHT - 28}" width="12" height="12" fill="{color}"/>'
+        yield _text(x + 18, _HEIGHT - 18, name)
+
+
+def _line_color(name: str) -> str:
+    return _PARTS["compute"] if name == _PLANNED else _INK
+
+
+def _dashed(name: str) -> str:
+    return f' stroke-dasharray="{_DASHES[name]}"' if _DASHES[name] else ""
+
+
+def _line(
+    x1: float,
+    y1: float,
+    x2: float,
+    y2: float,
+    *,
+    color: str = _INK,
+    width: float = 1,
+    opacity: float = 1,
+    dash: str = "",
+) -> str:
+    return (
+        f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{color}" '
+        f'stroke-width="{width:g}" stroke-opacity="{opacity:g}"{dash}/>'
+    )
+
+
+def _text(x: float, y: float, content: str, *, anchor: str = "start", size: int = 12) -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}">{escape(content)}</text>'

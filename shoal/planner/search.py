@@ -26,13 +26,11 @@ from shoal.cluster import Cluster
 from shoal.cost.memory import too_large
 from shoal.plan import OFFLOADED, SettledPlan
 from shoal.planner.candidate import Candidate
-from shoal.planner.frontier import Frontier, Key, Takes
 from shoal.planner.helper import Helper, can_help
 from shoal.planner.memory_bound import LeastMemory
 from shoal.planner.shared import Shared
-from shoal.planner.sized import Fitted
 from shoal.planner.space import Degrees, leanest_sharding
-from shoal.planner.tree import Tree
+from shoal.planner.tree import Fitted, Frontier, Key, Takes, Tree
 from shoal.workload import Workload
 
 SLACK = 0.004

@@ -2,7 +2,7 @@
 
     step >= (1 + late) max(passes, m micro-batch) + max(0, sums + update - waits)
 
-`passes` are seconds without any communication of gradients and weights, and `data_parallel_bound.py` bounds a
+`passes` are seconds without any communication of gradients and weights, and `stage_bound.py` bounds a
 micro-batch with them. Then all ranks wait for the slowest, `late` of these seconds. After that each rank adds
 up gradients and updates the parameters that it owns. Some rank has the mean over the ranks along the
 pipeline, or more: less a parameter of each kind, because divided numbers are rounded down. These passes hide
@@ -18,15 +18,16 @@ from functools import cache, lru_cache
 from shoal.cost import Costs, Layout
 from shoal.cost.time import straggler_share, update_outside
 from shoal.plan import FULLY_SHARDED, Plan, SettledPlan
-from shoal.planner.data_parallel_bound import (
+from shoal.planner.memory_bound import LeastMemory, Share
+from shoal.planner.space import Degrees, Space
+from shoal.planner.stage_bound import (
     Communication,
     LeastDataParallel,
     Numbers,
     StageCommunication,
+    Stages,
+    least_of_stages,
 )
-from shoal.planner.memory_bound import LeastMemory, Share
-from shoal.planner.space import Degrees, Space
-from shoal.planner.stage_bound import Stages, least_of_stages
 from shoal.planner.work import Work
 from shoal.workload import Parameters
 

@@ -17,20 +17,105 @@ searches of one tree share what they have computed. Tests check the bounds again
 
 from __future__ import annotations
 
+import heapq
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from shoal.cost import Layout
+from shoal.cost import Layout, RankMemory
 from shoal.plan import UNSHARDED, SettledPlan
-from shoal.planner.bucket import SIZES
-from shoal.planner.cut_bound import least_of_cut
 from shoal.planner.memory_bound import Share, StateBytes
 from shoal.planner.shared import Shared
-from shoal.planner.sized import Sized
-from shoal.planner.space import RECOMPUTES, Degrees, HybridSharding, Variant
-from shoal.planner.stage_bound import Stages
+from shoal.planner.space import RECOMPUTES, SIZES, Degrees, HybridSharding, Variant
+from shoal.planner.stage_bound import Stages, least_of_cut
+
+
+class Fitted(NamedTuple):
+    """A Plan that fits.
+
+    Attributes:
+        plan: The Plan.
+        memory: Memory of its fullest rank.
+        seconds: Seconds of its step, played.
+    """
+
+    plan: SettledPlan
+    memory: RankMemory
+    seconds: float
+
+
+class Sized:
+    """A Plan, and the sizes of buckets that are tried with it; `least` is its bound if only its own is."""
+
+    def __init__(self, shared: Shared, plan: SettledPlan, least: float | None) -> None:
+        self.degrees = Degrees.of(plan)
+        self._plan = plan
+        self._least = least
+        self._shared = shared
+
+    def seconds(self, room: float) -> float:
+        """Return a lower bound on the seconds of a step, over all sizes."""
+        return self._sizes[0][0]
+
+    @cached_property
+    def branches(self) -> Sequence[Piped]:
+        """Return the Plan to play."""
+        return [Piped(self._shared, self.degrees, self._sizes)]
+
+    @cached_property
+    def _sizes(self) -> Sequence[tuple[float, SettledPlan]]:
+        """Return the Plan with each size, and its lower bound, least first."""
+        if self._least is not None:
+            return [(self._least, self._plan)]
+        costs, batch = self._shared.costs, self._shared.space.batch
+        plans = [self._plan.replace(bucket=size) for size in SIZES]
+        return sorted([(costs.least(each, batch), each) for each in plans], key=lambda each: each[0])
+
+
+class Piped:
+    """A Plan whose memory is known, with its forwards and backwards played.
+
+    Args:
+        shared: Values that Plans share.
+        degrees: The Plan's degrees.
+        sizes: The Plan with each size of buckets, and a lower bound on its seconds, least first.
+    """
+
+    branches: Sequence[Piped] = ()
+
+    def __init__(self, shared: Shared, degrees: Degrees, sizes: Sequence[tuple[float, SettledPlan]]) -> None:
+        self.degrees = degrees
+        self._shared = shared
+        self._sizes = sizes
+
+    def seconds(self, room: float) -> float:
+        """Return a lower bound on the seconds of a step; infinite if a rank does not fit."""
+        plan = self._fitting(room)
+        if plan is None:
+            return math.inf
+        passes = self._shared.played_passes(plan)
+        return self._shared.costs.least(plan, self._shared.space.batch, passes)
+
+    def fitted(self, room: float) -> Fitted | None:
+        """Play the Plan; return None if it does not fit."""
+        plan = self._fitting(room)
+        if plan is None:
+            return None
+        return Fitted(plan, self._shared.fullest(plan), self._shared.seconds(plan))
+
+    def _fitting(self, room: float) -> SettledPlan | None:
+        """Return the Plan with the size of the least bound that fits.
+
+        Memory depends on this size only with zero2; otherwise a Plan that does not fit gets no other size.
+        """
+        for _, plan in self._sizes:
+            if self._shared.fullest(plan).required <= room:
+                return plan
+            if not plan.sharding.bucket_is_memory:
+                break
+        return None
 
 
 class Branch(Protocol):
@@ -358,3 +443,116 @@ class _Timed:
         """Return a lower bound for all sizes of buckets."""
         costs, batch = self._shared.costs, self._shared.space.batch
         return costs.least_of_sizes(self._plan, batch) if self._has_sizes else costs.least(self._plan, batch)
+
+
+Key = tuple[float, tuple[int, ...]]
+"""What branches are sorted by: the bound, and the place in the tree, which begins with the number of the
+degrees. Equal bounds come in the order of the tree, whatever the bounds of the branches that they grew from.
+"""
+
+NONE_LEFT: Key = (math.inf, ())
+"""The key of an empty frontier."""
+
+
+class Look(NamedTuple):
+    """A Plan that was played; None if it does not fit."""
+
+    fitted: Fitted | None
+
+
+Taken = tuple[Key, Look | None]
+"""A branch that was taken out, and the look at it if it was a Plan to play. Otherwise its branches are in."""
+
+
+class Takes(Protocol):
+    """Branches that are taken out one after another."""
+
+    @property
+    def top(self) -> Key:
+        """The least key."""
+
+    def take(self) -> Look | None:
+        """Take out the branch with the least key: play it, or put in the branches that grow from it."""
+
+    def drop(self) -> None:
+        """Take out the branch with the least key, without a look."""
+
+
+class Frontier:
+    """The branches of some degrees, in a heap.
+
+    Args:
+        tree: The tree of Plans.
+        degrees: Degrees, each with its number, by which equal bounds are sorted.
+        room: Bytes that a Plan may fill.
+        limit: Number of degrees whose best Plans are looked for.
+    """
+
+    def __init__(self, tree: Tree, degrees: Iterable[tuple[int, Degrees]], room: float, limit: int) -> None:
+        self._room = room
+        self._limit = limit
+        self._best: dict[Degrees, float] = {}  # seconds of the Plans that were played
+        self._ceiling = math.inf  # seconds above which no branch is needed
+        self._heap: list[tuple[float, tuple[int, ...], Branch]] = []
+        self._ahead = deque[Taken]()  # taken out before they were asked for
+        for number, each in degrees:
+            self._put(tree.portions(each), (number,))
+
+    @property
+    def top(self) -> Key:
+        """The least key."""
+        return self._ahead[0][0] if self._ahead else self.least
+
+    @property
+    def least(self) -> Key:
+        """The least key of a branch that nothing took yet."""
+        return self._heap[0][:2] if self._heap else NONE_LEFT
+
+    @property
+    def may_go_ahead(self) -> bool:
+        """Whether to take out that branch before it is asked for.
+
+        A search for the best Plan plays one or two, so it pays to wait until they are asked for.
+        """
+        if not self._heap or self._heap[0][0] >= self._ceiling:
+            return False
+        return self._limit > 1 or not isinstance(self._heap[0][2], Sized | Piped)
+
+    def take(self) -> Look | None:
+        """Take out the branch with the least key: play it, or put in the branches that grow from it."""
+        return (self._ahead.popleft() if self._ahead else self.next())[1]
+
+    def drop(self) -> None:
+        """Take out the branch with the least key, without a look."""
+        if self._ahead:
+            self._ahead.popleft()
+        else:
+            heapq.heappop(self._heap)
+
+    def go_ahead(self) -> None:
+        """Take out the branch with the least key before it is asked for."""
+        self._ahead.append(self.next())
+
+    def next(self) -> Taken:
+        """Take out the branch with the least key that nothing took yet, and return it."""
+        seconds, place, branch = heapq.heappop(self._heap)
+        if isinstance(branch, Piped):
+            look = Look(branch.fitted(self._room))
+            if look.fitted is not None:
+                self._note(branch.degrees, look.fitted.seconds)
+            return (seconds, place), look
+        self._put(branch.branches, place)
+        return (seconds, place), None
+
+    def _note(self, degrees: Degrees, seconds: float) -> None:
+        """Note a Plan that was played."""
+        self._best[degrees] = min(seconds, self._best.get(degrees, math.inf))
+        if len(self._best) >= self._limit:
+            self._ceiling = sorted(self._best.values())[self._limit - 1]
+
+    def _put(self, branches: Iterable[Branch], place: tuple[int, ...]) -> None:
+        heap, room = self._heap, self._room
+        for number, branch in enumerate(branches):
+            seconds = branch.seconds(room)
+            if seconds < math.inf:
+                heapq.heappush(heap, (seconds, (*place, number), branch))

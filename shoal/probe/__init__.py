@@ -5,7 +5,8 @@ Nouns: Place (the ranks and their hosts), Measurement (an operation with its mea
     calls `probe`; `shoal probe` starts the ranks.
 """
 
-from shoal.probe.files import measure_files
+from shoal.probe.fit import FitError
+from shoal.probe.links import measure_files
 from shoal.probe.measurements import (
     AttentionTime,
     CollectiveTime,
@@ -15,13 +16,11 @@ from shoal.probe.measurements import (
     PassTime,
     ProductTime,
     SendTime,
+    read_measurements,
 )
-from shoal.probe.place import Place
+from shoal.probe.place import QUICK, THOROUGH, Effort, Place
 from shoal.probe.probe import Probed, fitted, measure_device, probe
-from shoal.probe.raw import read_measurements
 from shoal.probe.sheet import read_sheet
-from shoal.probe.trust import FitError
-from shoal.probe.turns import QUICK, THOROUGH, Effort
 
 __all__ = [
     "QUICK",

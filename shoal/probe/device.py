@@ -4,28 +4,245 @@ Shapes are those of training: large and small, square and skewed, and the produc
 whose inner dim is the rows of forward. Passes are those of a transformer, with the bytes that
 `shoal.workload` counts for them, so that the fit matches its use; in addition a copy and a triad. Each
 repetition of a product or pass has other operands, as in training: its inputs have left the caches. On a GPU
-the passes are also measured with operands that stay in its cache. GPUs are timed apart from the host
-(`queued.py`), and the host by a layer with almost nothing to compute, eager and compiled.
+the passes are also measured with operands that stay in its cache. GPUs are timed apart from the host,
+and the host by a layer with almost nothing to compute, eager and compiled.
+
+Time operations on a GPU apart from the host that starts them.
+
+A small operation alone takes as long as its start by the host. So the device is first held: it waits for a
+given time, while the host starts many repetitions and an event before and after them. When the device is
+released they run one behind another, and the time between the events is the device's alone. If the host was
+not done when the device was released, the device is held for longer and all is repeated. Events say how long
+the device was held: it waits for a number of its cycles, and its clock varies.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle
+from statistics import median
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from shoal.cost import Layout
+from shoal.cost.time import starts_of
 from shoal.models.attention import causal_attention
 from shoal.probe.measurements import AttentionTime, HostTimes, PassTime, ProductTime
-from shoal.probe.place import Place
-from shoal.probe.queued import time_on_device
-from shoal.probe.small_layer import SmallLayer
-from shoal.probe.turns import COLD, Effort, Operation, time_in_turns
-from shoal.workload import Attention, ModelShape, Pass, workload_of
+from shoal.probe.place import COLD, Effort, Key, Operation, Place, time_in_turns
+from shoal.workload import Attention, Block, ModelShape, Pass, Product, compilable_workload_of, workload_of
+
+_LAYER_WIDTH = 16
+_LAYER_TOKENS = 4
+_AROUND = 4  # kernels around the layer: its input, the sum of its result, and their gradients
+_SHAPE = ModelShape(
+    layers=1,
+    hidden=_LAYER_WIDTH,
+    ffn=_LAYER_WIDTH,
+    heads=1,
+    vocab=1,
+    seq=_LAYER_TOKENS,
+    gated=True,
+    rotary=False,
+)
+
+
+class SmallLayer(nn.Module):
+    """Norm, attention, norm and a gated feed-forward layer, in modules as in real models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm, self.norm = (nn.RMSNorm(_LAYER_WIDTH) for _ in range(2))
+        self.query, self.key, self.value, self.output = _square(4)
+        self.gate, self.up, self.down = _square(3)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        """Return `[1, tokens, width]` for an input `[1, tokens, width]`."""
+        hidden = self.attention_norm(stream)
+        query, key, value = (each(hidden).unsqueeze(1) for each in (self.query, self.key, self.value))
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        stream = stream + self.output(attended.squeeze(1))
+        hidden = self.norm(stream)
+        result: Tensor = stream + self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+        return result
+
+    def forward_and_backward(self) -> None:
+        """Run forward and backward once, on ones."""
+        self(self._stream()).sum().backward()
+
+    def compiled(self) -> Callable[[], None]:
+        """Return `forward_and_backward` with the layer's forward and backward compiled."""
+        run = torch.compile(self)
+
+        def forward_and_backward() -> None:
+            run(self._stream()).sum().backward()
+
+        return forward_and_backward
+
+    def kernels(self, *, one_kernel_norm: bool = False) -> int:
+        """Return the number of kernels of forward and backward that its Workload counts.
+
+        Args:
+            one_kernel_norm: Whether a norm is one kernel, as on GPUs.
+        """
+        if one_kernel_norm:
+            return _started(compilable_workload_of(_SHAPE).layers[0].under("none")) + _AROUND
+        operations = workload_of(_SHAPE.replace(fused_passes=False)).layers[0].operations
+        passes = sum(sum(each.launches) for each in operations if isinstance(each, Pass))
+        return passes + sum(3 for each in operations if isinstance(each, Product)) + 3  # and attention
+
+    def compiled_kernels(self) -> int:
+        """Return the number of kernels of forward and backward when the layer is compiled."""
+        return _started(compilable_workload_of(_SHAPE).layers[0]) + _AROUND
+
+    def _stream(self) -> Tensor:
+        return torch.ones(1, _LAYER_TOKENS, _LAYER_WIDTH, device=self.query.weight.device, requires_grad=True)
+
+
+def _started(layer: Block) -> int:
+    """Return the number of kernels that the host starts for a layer in forward and backward."""
+    return round(sum(starts_of(layer, Layout(1, precision="fp32"))))
+
+
+def _square(count: int) -> list[nn.Linear]:
+    return [nn.Linear(_LAYER_WIDTH, _LAYER_WIDTH, bias=False) for _ in range(count)]
+
+
+_MOST = 64  # repetitions: a GPU's queue holds about a thousand kernels
+_FIRST = 4  # repetitions that tell how many fill a turn
+_SPARE = 2.0  # times the host's expected seconds that the device is held
+_LEAST_HOLD = 1e-3
+_TRIES = 6
+_CYCLES = 10_000_000  # 5 ms of a GPU at 2 GHz
+_STEADY = 0.01  # change of a clock's rate between two holds that is none
+
+
+class Clock(Protocol):
+    """The times of a host and its device."""
+
+    def now(self) -> float:
+        """Return the host's time in seconds."""
+
+    def hold(self, seconds: float) -> None:
+        """Let the device wait for about so long before it runs what is started next."""
+
+    def mark(self) -> Any:
+        """Start an event that keeps the device's time when it is reached."""
+
+    def between(self, first: Any, second: Any) -> float:
+        """Return the device's seconds between two events."""
+
+    def finish(self) -> None:
+        """Wait until the device has completed all its work."""
+
+
+class CudaClock:
+    """The clock of a CUDA device and its host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # The host loads a kernel when it is first started, and the device waits meanwhile: that is no hold.
+        # An idle device has a slow clock, which rises within milliseconds.
+        rate = self._rate()
+        for _ in range(_TRIES):
+            before, rate = rate, self._rate()
+            if math.isclose(before, rate, rel_tol=_STEADY):
+                break
+        self._cycles = rate
+
+    def _rate(self) -> float:
+        """Return the device's cycles in a second, by a hold."""
+        self.finish()
+        first = self.mark()
+        torch.cuda._sleep(_CYCLES)
+        second = self.mark()
+        self.finish()
+        return _CYCLES / self.between(first, second)
+
+    def now(self) -> float:
+        """See `Clock`."""
+        return time.perf_counter()
+
+    def hold(self, seconds: float) -> None:
+        """See `Clock`."""
+        torch.cuda._sleep(round(seconds * self._cycles))
+
+    def mark(self) -> torch.cuda.Event:
+        """See `Clock`."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, first: torch.cuda.Event, second: torch.cuda.Event) -> float:
+        """See `Clock`."""
+        return float(first.elapsed_time(second)) / 1e3
+
+    def finish(self) -> None:
+        """See `Clock`."""
+        torch.cuda.synchronize(self._device)
+
+
+def time_on_device(operations: Mapping[Key, Operation], place: Place, effort: Effort) -> dict[Key, float]:
+    """Return the device's seconds of each operation on this rank, the median over rounds.
+
+    On cores the thread that starts an operation runs it, so this is `time_in_turns`. The arguments are those
+    of `time_in_turns`.
+    """
+    if place.device.type == "cpu":
+        return time_in_turns(operations, place, effort)
+    clock = CudaClock(place.device)
+    seconds: dict[Key, list[float]] = {key: [] for key in operations}
+    for index in range(effort.rounds):
+        for key in reversed(list(operations)) if index % 2 else operations:
+            operations[key]()
+            place.ranks.start_together()
+            seconds[key].append(queued_seconds(operations[key], clock, effort.turn_seconds))
+    return {key: median(turns) for key, turns in seconds.items()}
+
+
+def queued_seconds(operation: Operation, clock: Clock, turn_seconds: float) -> float:
+    """Return the device's seconds of an operation, the mean of repetitions that fill a turn.
+
+    Args:
+        operation: Starts the operation's kernels, and does not wait for them.
+        clock: The times of the host and the device.
+        turn_seconds: Seconds that the repetitions should take at least; there are 64 at most.
+    """
+    operation()  # what the first call allocates or chooses is no part of it
+    once = _repeated(operation, _FIRST, clock)
+    count = min(max(_FIRST, round(turn_seconds / max(once, 1e-9))), _MOST)
+    return _repeated(operation, count, clock)
+
+
+def _repeated(operation: Operation, count: int, clock: Clock) -> float:
+    clock.finish()
+    began = clock.now()
+    operation()
+    hold = max(_LEAST_HOLD, _SPARE * count * (clock.now() - began))
+    seconds = 0.0
+    for _ in range(_TRIES):
+        clock.finish()
+        start = clock.mark()
+        began = clock.now()
+        clock.hold(hold)
+        first = clock.mark()
+        for _ in range(count):
+            operation()
+        second = clock.mark()
+        host = clock.now() - began
+        clock.finish()
+        seconds = clock.between(first, second) / count
+        if host < clock.between(start, first):
+            break
+        hold = _SPARE * max(hold, host)
+    return seconds
+
 
 _SQUARES = (64, 128, 256, 512, 1024)
 _LARGE_SQUARES = (2048, 4096, 8192)  # only if one product takes less than a second: on accelerators

@@ -9,23 +9,39 @@ logarithm of predicted over measured seconds, so that a small operation counts a
 If a data sheet gives the peak of a device or link, that is the peak, and programs reach a share of it. If
 there is none, as for cores, the peak is the highest measured rate. A known GPU starts from its preset, and
 keeps what is not measured. A probe repeats an operation for tens of milliseconds, in which the clock falls
-half of the way that long steps make it fall. `trust.py` says which measurements count, and which fits are
-used.
+half of the way that long steps make it fall. `trusted` says which measurements count.
+
+Minimise a function of a few positive numbers, whose sizes may differ by orders of magnitude.
+
+All steps are in logarithms. A coarse grid over the bounds gives the start. From there the search steps to the
+best neighbour, including diagonals, since numbers may trade for one another. If no neighbour is better, the
+step is halved, until it is a thousandth.
+
+Which measurements are the device's, and which fits can be trusted.
+
+An operation of a GPU that was timed with its start by the host (`Measurements.is_apart` is False) shows the
+host's seconds if the device is quicker. The host's seconds vary by about two times between operations, so
+operations that took less than `_HOST` times the quickest of their kind are left out.
+
+A fit whose median error is larger than `DOUBTFUL` for a kind of operations is not written: the device keeps
+the preset's values of those quantities. If no preset has the device, the fitted values stay, and the
+description's source says that they are doubtful. A jitter or a noise above `_MUCH` is written, and told.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from statistics import fmean, linear_regression
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, linear_regression, median
+from typing import Any, TypeVar
 
 from shoal.cluster import Cluster, Device, Level, known_device
 from shoal.cluster.cluster import LIMIT_OF_JITTER
 from shoal.cost.time import behind_the_mean, depth_of
-from shoal.probe.grid import least
 from shoal.probe.measurements import (
+    AttentionTime,
     CollectiveTime,
     Measurement,
     Measurements,
@@ -35,7 +51,169 @@ from shoal.probe.measurements import (
     SynchronisationTime,
 )
 from shoal.probe.sheet import Sheet
-from shoal.probe.trust import of_the_device
+
+_POINTS = 5  # points of the coarse grid, along each number
+_SMALLEST_STEP = 1e-3  # of a logarithm: the relative error of the result
+
+_Point = tuple[float, ...]
+
+
+def least(of: Callable[[_Point], float], bounds: Sequence[tuple[float, float]]) -> _Point:
+    """Return a point where the function is least, compared with its neighbours.
+
+    Args:
+        of: The function; it takes one number for each bound.
+        bounds: Lowest and highest value of each number, above 0.
+    """
+    edges = [(math.log(low), math.log(high)) for low, high in bounds]
+
+    def value(point: _Point) -> float:
+        return of(tuple(map(math.exp, point)))
+
+    axes = [[low + (high - low) * index / (_POINTS - 1) for index in range(_POINTS)] for low, high in edges]
+    best = min(itertools.product(*axes), key=value)
+    reached = value(best)
+    step = max(high - low for low, high in edges) / (2 * _POINTS)
+    while step >= _SMALLEST_STEP:
+        nearest = min(_neighbours(best, step, edges), key=value)
+        if (found := value(nearest)) < reached:
+            best, reached = nearest, found
+        else:
+            step /= 2
+    return tuple(map(math.exp, best))
+
+
+def _neighbours(point: _Point, step: float, edges: Sequence[tuple[float, float]]) -> list[_Point]:
+    moved = [
+        {min(max(at + move, low), high) for move in (-step, 0.0, step)}
+        for at, (low, high) in zip(point, edges, strict=True)
+    ]
+    return list(itertools.product(*moved))
+
+
+DOUBTFUL = 0.25
+"""Median error of a kind of operations above which its fit is not used."""
+
+_HOST = 2.5
+_MUCH = 0.3  # jitter or noise
+
+_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "products fp32": ("product_share", "product_depth"),
+    "products bf16": ("product_share", "product_depth"),
+    "passes over memory": ("bandwidth_share",),
+    "streams": ("stream_share",),
+    "attention forward": ("attention_share",),
+    "attention backward": ("attention_backward_share",),
+}
+"""Fields of a Device that are fitted to each quantity."""
+
+_Timed = TypeVar("_Timed", ProductTime, PassTime, AttentionTime)
+
+
+@dataclass(frozen=True, slots=True)
+class FitError:
+    """Errors of the predictions of one quantity, as shares of the measured seconds.
+
+    Attributes:
+        quantity: Name, such as "products fp32".
+        measured: Number of measurements.
+        median: Median of the absolute errors.
+        worst: Largest absolute error.
+    """
+
+    quantity: str
+    measured: int
+    median: float
+    worst: float
+
+
+def of_the_device(measured: Measurements, *, on_cores: bool) -> Measurements:
+    """Return the measurements without those that are the host's."""
+    if on_cores or measured.is_apart:
+        return measured
+    return replace(
+        measured,
+        products=_longer(measured.products, lambda each: each.precision),
+        passes=_longer(measured.passes, lambda each: each.name),
+        attention=_longer(measured.attention, lambda each: each.half),
+    )
+
+
+def _longer(times: Sequence[_Timed], kind: Callable[[_Timed], Hashable]) -> tuple[_Timed, ...]:
+    least: dict[Hashable, float] = {}
+    for each in times:
+        least[kind(each)] = min(each.seconds, least.get(kind(each), each.seconds))
+    # What moves more than caches hold is no small operation, though it may be the only one of its kind.
+    return tuple(
+        each
+        for each in times
+        if each.seconds >= _HOST * least[kind(each)] or (isinstance(each, PassTime) and each.is_stream)
+    )
+
+
+def errors_of(measured: Iterable[Measurement], cluster: Cluster) -> tuple[FitError, ...]:
+    """Return the errors of each quantity."""
+    by_quantity: dict[str, list[float]] = {}
+    for each in measured:
+        error = abs(each.predicted(cluster) / each.seconds - 1)
+        by_quantity.setdefault(each.quantity, []).append(error)
+    return tuple(
+        FitError(quantity, len(errors), median(errors), max(errors))
+        for quantity, errors in by_quantity.items()
+    )
+
+
+def trusted(
+    fitted: Cluster, errors: Sequence[FitError], preset: Device | None
+) -> tuple[Cluster, tuple[str, ...]]:
+    """Return the Cluster without the fits that err too much, and a sentence about each.
+
+    Args:
+        fitted: The Cluster that fits the measurements best.
+        errors: Errors of its predictions.
+        preset: The device as a data file describes it; None if none does.
+    """
+    told = tuple(_doubts(errors, preset))
+    unsteady = tuple(_unsteadiness(fitted))
+    if not told:
+        return fitted, unsteady
+    doubtful = [each for each in errors if each.median > DOUBTFUL]
+    names = sorted({name for each in doubtful for name in _FIELDS.get(each.quantity, ())})
+    device = fitted.device
+    if preset is None:
+        source = f"{device.source}; doubtful, since the fit errs: {', '.join(names)}"
+    else:
+        device = replace(device, **{name: getattr(preset, name) for name in names})
+        source = f"{device.source}; as of the preset, since the fit errs: {', '.join(names)}"
+    return fitted.replace(device=replace(device, source=source)), (*told, *unsteady)
+
+
+def _doubts(errors: Iterable[FitError], preset: Device | None) -> Iterator[str]:
+    for each in errors:
+        if each.median <= DOUBTFUL:
+            continue
+        fields = ", ".join(_FIELDS.get(each.quantity, ()))
+        kept = f"; {fields} stay as fitted" if preset is None else f"; {fields} stay the preset's"
+        yield (
+            f"the fit of {each.quantity} errs by {each.median:.0%} in the median{kept if fields else ''}: "
+            "end what else runs on the machine and probe again without --quick, or measure the Plans that "
+            "depend on it"
+        )
+
+
+def _unsteadiness(cluster: Cluster) -> Iterator[str]:
+    advice = "end what else runs on the machine and probe again, or set {} in the Cluster"
+    if cluster.jitter > _MUCH:
+        yield (
+            f"steps of ranks vary by {cluster.jitter:.0%} or more, where 2 % are usual: "
+            f"{advice.format('jitter')}"
+        )
+    if cluster.noise > _MUCH:
+        yield (
+            f"work of a second varies by {1e3 * cluster.noise:.0f} ms or more within a step, where 3 ms are "
+            f"usual: {advice.format('noise')}"
+        )
+
 
 _SHARES = (1e-3, 1.0)
 _DEPTHS = (1.0, 4096.0)

@@ -3,28 +3,43 @@
 Inside the hosts each host's ranks are a group, and all groups are busy at once. Between hosts there are two
 forms: the group of all ranks, and the groups of ranks with the same index on each host. These groups share
 the hosts' links as data-parallel groups do beside tensor-parallel ones.
+
+The time that ranks lose by waiting for one another, when they repeat equal work and synchronise after it.
+
+Work of several lengths is done with a synchronisation after each piece, and without. The time that
+synchronisations add, beside their own, grows in proportion to the work if one rank is slower than another,
+and with the square root of the work if delays are random.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import mmap
+import os
+import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import cycle
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from shoal.bench import Settings
-from shoal.bench.contestants.torch_group import TorchGroup
+from shoal.bench.contestants.contestant import TorchGroup
 from shoal.bench.measure import measure
-from shoal.bench.world import Ranks
+from shoal.bench.settings import Ranks
 from shoal.collectives import Options
-from shoal.errors import CommunicationError
+from shoal.errors import CommunicationError, ConfigError
 from shoal.plan.group import Group
-from shoal.probe.measurements import CollectiveTime, HostRates, SendTime
-from shoal.probe.place import Place
-from shoal.probe.turns import COLD, Effort, time_in_turns
+from shoal.probe.measurements import CollectiveTime, HostRates, SendTime, SynchronisationTime
+from shoal.probe.place import COLD, Effort, Place, time_in_turns
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "send_recv")
 _PAIR_BYTES = 16 << 20
@@ -182,3 +197,84 @@ def measure_contention(place: Place, effort: Effort) -> float:
     seconds = time_in_turns({"product": product, "reduce": reduce, "together": together}, place, effort)
     dist.destroy_process_group(group)
     return min(max((seconds["together"] - seconds["product"]) / seconds["reduce"], 0.0), 1.0)
+
+
+_CHUNK = 8 << 20
+_CHUNKS = 16
+
+
+def measure_files(folder: Path, effort: Effort) -> float:
+    """Return the bytes/s of writes and reads together, by turns; of several rounds, the median.
+
+    Args:
+        folder: A folder on the file system to measure. A file without a name is made there.
+        effort: Amount of measuring.
+
+    Raises:
+        ConfigError: No such file can be made, or the file system cannot pass by the page cache.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file, mmap.mmap(-1, _CHUNK) as buffer:
+            flags = fcntl.fcntl(file, fcntl.F_GETFL)
+            fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT)
+            os.posix_fallocate(file.fileno(), 0, _CHUNK * _CHUNKS)
+            _turn(file.fileno(), buffer)  # reserved space takes longer to write for the first time
+            rates = sorted(_turn(file.fileno(), buffer) for _ in range(effort.rounds))
+    except OSError as error:
+        reason = error.strerror if error.errno != errno.EINVAL else "its file system has no O_DIRECT"
+        raise ConfigError(
+            f"--files {folder} cannot be measured: {reason}",
+            possible="a folder on a local disk, with 128 MiB of space, in which this user may write",
+            change="give such a folder to --files",
+        ) from error
+    return rates[len(rates) // 2]
+
+
+def _turn(descriptor: int, buffer: mmap.mmap) -> float:
+    """Return the bytes/s of writing each chunk and reading it again."""
+    began = time.perf_counter()
+    for chunk in range(_CHUNKS):
+        os.pwritev(descriptor, [buffer], chunk * _CHUNK)
+    for chunk in range(_CHUNKS):
+        os.preadv(descriptor, [buffer], chunk * _CHUNK)
+    return 2 * _CHUNKS * _CHUNK / (time.perf_counter() - began)
+
+
+_LENGTHS = (1, 4, 16)  # products of a piece of work, each with a pass over its result
+_SIZES = {"cpu": 512, "cuda": 4096}
+_LONGER = 10  # times the turns of other operations, so that each has many synchronisations
+
+
+def measure_synchronisations(place: Place, effort: Effort) -> tuple[SynchronisationTime, ...]:
+    """Time synchronisations of the ranks of a host, or of all if each host has one rank, by work length."""
+    if place.ranks.count == 1:
+        return ()
+    group = form_innermost(place)
+    size = _SIZES[place.device.type]
+    pool = torch.randn(COLD // 4 // size**2, size, size, device=place.device)
+    given = cycle(zip(pool[::2], pool[1::2], strict=False))
+    number = torch.zeros(1, device=place.device)
+
+    def work(length: int) -> None:
+        for _ in range(length):
+            F.silu(torch.mm(*next(given)))
+
+    def work_and_meet(length: int) -> None:
+        work(length)
+        dist.all_reduce(number, group=group)
+
+    operations = {("meeting", 0): partial(dist.all_reduce, number, group=group)}
+    operations |= {("work", length): partial(work, length) for length in _LENGTHS}
+    operations |= {("both", length): partial(work_and_meet, length) for length in _LENGTHS}
+    longer = replace(effort, turn_seconds=_LONGER * effort.turn_seconds)
+    times = place.gathered(time_in_turns(operations, place, longer))
+    ranks = dist.get_world_size(group)
+    dist.destroy_process_group(group)
+    return tuple(
+        SynchronisationTime(
+            ranks,
+            fmean(each["work", length] for each in times),
+            fmean(each["both", length] - each["work", length] - each["meeting", 0] for each in times),
+        )
+        for length in _LENGTHS
+    )

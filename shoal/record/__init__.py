@@ -6,18 +6,13 @@ Nouns: Recorder (spans, one file a rank), Logger (values of a step, one rank). T
     `LiveStorages` and `spanned` count the bytes of tensors, without those in `MappedFiles`.
 """
 
-from shoal.record.append import AppendFile
 from shoal.record.clock_exchange import ClockExchange, exchange_clocks
+from shoal.record.cuda import open_recorder
 from shoal.record.destinations import Destinations, QueuedLogger
-from shoal.record.device import DeviceEvents
-from shoal.record.device_recorder import DeviceRecorder
-from shoal.record.device_span import SpanBeside
+from shoal.record.device_recorder import DeviceEvents, DeviceRecorder, SpanBeside
 from shoal.record.live_storages import LiveStorages, MappedFiles, spanned
-from shoal.record.logger import Logger
-from shoal.record.marks import Marks
-from shoal.record.metrics import Loggers, MetricsWriter
-from shoal.record.opening import open_recorder
-from shoal.record.recorder import NullRecorder, OpenSpan, Recorder, SpanRecorder
+from shoal.record.metrics import AppendFile, Logger, Loggers, MetricsWriter
+from shoal.record.recorder import Marks, NullRecorder, OpenSpan, Recorder, SpanRecorder
 
 __all__ = [
     "AppendFile",

@@ -26,11 +26,11 @@ from hashlib import blake2s
 from pathlib import Path
 from typing import Any, Protocol, final
 
-from shoal.collectives.interface import address_towards, find_interface_address
+from shoal.collectives.options import address_towards, find_interface_address
 from shoal.errors import ConfigError
 from shoal.proc import boot_id
-from shoal.record.append import AppendFile
-from shoal.timeline.clocks import Tie, tie_line
+from shoal.record.metrics import AppendFile
+from shoal.timeline.timeline import Tie, tie_line
 
 _EVERY_SECONDS = 5.0
 _PACKETS = 8

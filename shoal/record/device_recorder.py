@@ -4,6 +4,25 @@ The host runs ahead of the device, so that its clock says when work was given an
 has an event at its start and one at its end, on the stream that is current there. At the end of a step, the
 events that are complete become times and go back to a pool; others are left for later. Nothing waits for the
 device but making the clock and `close`.
+
+The clock of a device, tied to the host's, without waiting for the device.
+
+A *tie* is an event of which the host's time is known. It is recorded on a stream without work, so that it
+completes at once: after the host's reading before it was recorded, and before the reading after the host saw
+it complete. These bounds are some microseconds apart; where the device is slow to answer they are further
+apart, and still true. A tie is made a few times a second, so that clocks may drift.
+
+Seconds between events are exact only if they are few (CUDA gives milliseconds as a float of 24 bits), so each
+event is measured from the last tie before it, and each tie from the one before. Between two ties time runs
+evenly. An event after the last tie has no time yet: so no time that was told is ever corrected, and times
+have the order of the device.
+
+Held steps: which they are, and how long the device is held before each span.
+
+The events of a span do not tell how long the device idled within it because the host had not given the next
+kernel yet. In a held step the device is kept busy before each span that computes, for longer than the host
+took to give this span in the step before. Then all work of the span is there when the device comes to it, and
+its events tell the work's own time: `shoal.timeline.breakdown` compares the other steps with it.
 """
 
 from __future__ import annotations
@@ -11,19 +30,352 @@ from __future__ import annotations
 import os
 import time
 import warnings
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import partial
-from typing import final
+from typing import Any, final
 
-from shoal.record.device import DeviceEvents
-from shoal.record.device_clock import DeviceClock
-from shoal.record.device_span import DeviceSpan, Recording, SpanBeside
-from shoal.record.holding import Holding
-from shoal.record.marks import Marks
-from shoal.record.recorder import DROPPED, FileRecorder, OpenSpan, step_is_kept
-from shoal.record.span_file import SpanFile
+from shoal.record.recorder import (
+    DROPPED,
+    Fields,
+    FileRecorder,
+    Marks,
+    OpenSpan,
+    SpanFile,
+    Started,
+    step_is_kept,
+)
+from shoal.timeline.breakdown import WORK
 from shoal.timeline.span import Kind, Lane
+
+
+class DeviceEvents(ABC):
+    """Events on the streams of one device; nothing here waits for the device.
+
+    Work on one stream runs in order, and streams run beside one another. An event that is recorded on a
+    stream completes when the stream comes to it.
+    """
+
+    @abstractmethod
+    def new_event(self) -> Any:
+        """Return an event that can be recorded, again and again."""
+
+    @abstractmethod
+    def record(self, event: Any) -> None:
+        """Record the event on the calling thread's current stream."""
+
+    @abstractmethod
+    def record_alone(self, event: Any) -> None:
+        """Record the event on a stream that has no work, so that it completes at once."""
+
+    @abstractmethod
+    def is_complete(self, event: Any) -> bool:
+        """Return whether the stream has come to the event."""
+
+    @abstractmethod
+    def seconds_between(self, first: Any, second: Any) -> float:
+        """Return the seconds from one complete event to a later one."""
+
+    @abstractmethod
+    def beside(self, name: str) -> AbstractContextManager[object]:
+        """Return a context in which a stream of this name is the current one; it is made at first use."""
+
+    @abstractmethod
+    def follow(self, name: str) -> None:
+        """Make the stream of this name wait for what the current stream has been given."""
+
+    @abstractmethod
+    def hold(self, seconds: float) -> None:
+        """Keep the current stream busy for about as long, so that the host gets ahead of it."""
+
+
+_QUERIES = 50
+"""Queries of a tie before it is left for the next time: about as many microseconds."""
+
+_KEPT = 1024
+"""Ties that are kept, for spans that last long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """A complete event and its time.
+
+    Attributes:
+        event: The event.
+        device: Seconds from the first tie, on the device's clock.
+        host: Seconds on the clock of `time.perf_counter`.
+    """
+
+    event: Any
+    device: float
+    host: float
+
+
+@final
+class DeviceClock:
+    """Tell the host's time of a device's events. To make one waits for the device once.
+
+    Args:
+        events: The events of the device.
+
+    Attributes:
+        last: The last tie, from which events that are recorded from now on are measured.
+    """
+
+    def __init__(self, events: DeviceEvents) -> None:
+        self._events = events
+        event = events.new_event()
+        before = time.perf_counter()
+        events.record_alone(event)
+        while not events.is_complete(event):
+            time.sleep(0)
+        self.last = Tie(event, 0.0, (before + time.perf_counter()) / 2)
+        self._coming: tuple[Any, float] | None = None
+        # Between two ties: the device's time at the first, and the host's with its rate from there on.
+        self._starts: list[float] = []
+        self._lines: list[tuple[float, float]] = []
+
+    def tie(self) -> bool:
+        """Make a tie, or look again at the one that is not complete yet; return whether it is complete."""
+        if self._coming is None:
+            event, before = self._events.new_event(), time.perf_counter()
+            self._events.record_alone(event)
+            self._coming = event, before
+        event, before = self._coming
+        for _ in range(_QUERIES):
+            if self._events.is_complete(event):
+                self._add(event, before, time.perf_counter())
+                self._coming = None
+                return True
+        return False
+
+    def time_of(self, event: Any, since: Tie) -> float | None:
+        """Return the host's time of a complete event; None if no tie came after it.
+
+        Args:
+            event: The event.
+            since: The last tie when it was recorded.
+        """
+        device = since.device + self._events.seconds_between(since.event, event)
+        if device > self.last.device or not self._starts:
+            return None
+        # An event before all ties that are kept is on the first line.
+        number = max(bisect_right(self._starts, device) - 1, 0)
+        host, rate = self._lines[number]
+        return host + (device - self._starts[number]) * rate
+
+    def _add(self, event: Any, before: float, seen: float) -> None:
+        last = self.last
+        passed = self._events.seconds_between(last.event, event)
+        host = min(max(last.host + passed, before), seen)
+        if passed > 0:
+            self._starts.append(last.device)
+            self._lines.append((last.host, (host - last.host) / passed))
+        self.last = Tie(event, last.device + passed, host)
+        if len(self._starts) > _KEPT:
+            del self._starts[: _KEPT // 2], self._lines[: _KEPT // 2]
+
+
+_FIRST = 3
+"""The first step of a process that is held: those before warm up."""
+
+_MARGIN = 1.5
+"""A hold in times of what the host took for the span: a hold is not exact."""
+
+_LONGEST = 0.1
+"""Seconds. CUDA takes about 1,024 launches ahead of the device, and these take the host 10 to 20 ms."""
+
+
+@final
+class Holding:
+    """Hold the device in the 3rd, 30th, 300th... step of a process.
+
+    Args:
+        events: The events of the device.
+
+    Attributes:
+        is_on: Whether the present step is held.
+        is_next: Whether the next step is; then the host's times of the present one are noted.
+    """
+
+    def __init__(self, events: DeviceEvents) -> None:
+        self._events = events
+        self._steps = 0
+        self._host_seconds: dict[tuple[str, str], float] = {}
+        self.is_on = self.is_next = False
+
+    def begin_step(self) -> None:
+        """Note that a step begins."""
+        self._steps += 1
+        self.is_on, self.is_next = _is_held(self._steps), _is_held(self._steps + 1)
+
+    def end_step(self) -> None:
+        """Note that the step has ended."""
+        self.is_on = self.is_next = False
+
+    def before(self, kind: str, name: str) -> None:
+        """Hold the device before a span of this kind and name, in a step that is held."""
+        if took := self._host_seconds.get((kind, name)):
+            self._events.hold(min(_MARGIN * took, _LONGEST))
+
+    def note(self, kind: str, name: str, seconds: float) -> None:
+        """Note for how long the host gave the device a span of this kind and name."""
+        if kind in WORK:
+            self._host_seconds[kind, name] = seconds
+
+
+def _is_held(count: int) -> bool:
+    while count > _FIRST and count % 10 == 0:
+        count //= 10
+    return count == _FIRST
+
+
+@dataclass(slots=True)
+class Recording:
+    """The state that spans of one recorder share; any thread may use it.
+
+    Attributes:
+        events: The events of the device.
+        clock: Its clock.
+        holding: What holds the device in some steps.
+        free: Events that can be recorded anew.
+        ended: Spans whose last event has been recorded, in this order.
+    """
+
+    events: DeviceEvents
+    clock: DeviceClock
+    holding: Holding
+    free: list[Any] = field(default_factory=list)
+    ended: list[DeviceSpan] = field(default_factory=list)
+
+    def mark(self) -> Any:
+        """Return an event that was recorded now on the current stream."""
+        try:
+            event = self.free.pop()
+        except IndexError:
+            event = self.events.new_event()
+        self.events.record(event)
+        return event
+
+
+@final
+class DeviceSpan:
+    """A span between two events, as a context or between `start` and `finish`.
+
+    Slots, no generator and few calls: this code runs for every span.
+
+    Attributes:
+        lane: Its lane.
+        algorithm: The algorithm of a collective.
+        since: The last tie of the clocks when it started.
+        begin: The event at its start.
+        end: The event at its end; None if it ended at a time of the host.
+        stop: That time.
+    """
+
+    __slots__ = (
+        *("_fields", "_host_start", "_host_stop", "_recording"),
+        *("algorithm", "begin", "end", "lane", "since", "stop"),
+    )
+
+    def __init__(
+        self,
+        recording: Recording,
+        kind: str,
+        lane: str,
+        name: str,
+        bytes: int,
+        group: tuple[int, ...],
+        purpose: str,
+    ) -> None:
+        self._recording = recording
+        self._fields = kind, name, bytes, group, purpose
+        self._host_start: float | None = None
+        self.lane = lane
+        self.algorithm = ""
+
+    def __enter__(self) -> None:
+        recording = self._recording
+        if recording.holding.is_on:
+            recording.holding.before(*self._fields[:2])
+        self.since = recording.clock.last
+        self._host_start = time.perf_counter()
+        self.begin = recording.mark()
+
+    def __exit__(self, *error: object) -> None:
+        recording = self._recording
+        self._host_stop = time.perf_counter()
+        self.end = recording.mark()
+        recording.ended.append(self)
+        if recording.holding.is_next:
+            assert self._host_start is not None
+            recording.holding.note(*self._fields[:2], self._host_stop - self._host_start)
+
+    def start(self) -> None:
+        """Start the span on the current stream."""
+        self.since = self._recording.clock.last
+        self.begin = self._recording.mark()
+
+    def finish(self, at: float | None, algorithm: str) -> None:
+        """End the span on the current stream, or at a time of the host."""
+        self.algorithm = algorithm
+        if at is None:
+            self.end = self._recording.mark()
+        else:
+            self.end, self.stop = None, at
+        self._recording.ended.append(self)
+
+    def taken(self) -> Fields | None:
+        """Return what is written of the span, and give its events back; None if its times are not known."""
+        recording, end, begin = self._recording, self.end, self.begin
+        is_complete, time_of = recording.events.is_complete, recording.clock.time_of
+        if (end is not None and not is_complete(end)) or not is_complete(begin):
+            return None
+        stop = self.stop if end is None else time_of(end, self.since)
+        if stop is None or (start := time_of(begin, self.since)) is None:
+            return None
+        recording.free.append(begin)
+        if end is not None:
+            recording.free.append(end)
+        kind, name, bytes, group, purpose = self._fields
+        host = None if self._host_start is None else (self._host_start, self._host_stop)
+        lasted = stop - start if stop > start else 0.0
+        return kind, self.lane, name, start, lasted, bytes, group, self.algorithm, purpose, host
+
+
+@final
+class SpanBeside(OpenSpan):
+    """A span on a stream that does nothing else; it starts once this stream and the current one come to it.
+
+    Args:
+        span: The span.
+        events: The events of the device.
+        stream: The name of the stream.
+    """
+
+    __slots__ = ("_events", "_span", "_stream")
+
+    def __init__(self, span: DeviceSpan, events: DeviceEvents, stream: str) -> None:
+        events.follow(stream)
+        with events.beside(stream):
+            self._span = Started(span)
+        self._events = events
+        self._stream = stream
+
+    def close_after(self, waits: Iterable[Callable[[], object]]) -> None:
+        """End the span once its stream has waited for work; each function makes the current stream wait."""
+        with self._events.beside(self._stream):
+            for wait in waits:
+                wait()
+            self._span.close()
+
+    def close(self, at: float | None = None, algorithm: str = "") -> None:
+        """See `OpenSpan.close`."""
+        self._span.close(at, algorithm)
+
 
 _TIE_SECONDS = 0.1
 """Seconds from one tie of the clocks to the next, at least."""

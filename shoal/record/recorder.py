@@ -20,11 +20,116 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from types import TracebackType
 from typing import Any, final
 
-from shoal.record.marks import Marked, Marks
-from shoal.record.span_file import Fields, SpanFile
-from shoal.timeline.span import Kind, Lane
+from shoal.record.clock_exchange import clock_name
+from shoal.record.metrics import AppendFile
+from shoal.timeline.span import Kind, Lane, header_line, span_line
+
+
+@final
+class Marks:
+    """The marks that a recorder makes beside its spans; none at first.
+
+    Attributes:
+        new: Returns the context that marks a span, from the span's kind and name; None to mark nothing.
+    """
+
+    __slots__ = ("new",)
+
+    def __init__(self) -> None:
+        self.new: Callable[[str], AbstractContextManager[object]] | None = None
+
+
+@final
+class Marked:
+    """A span and its mark as one context."""
+
+    __slots__ = ("_mark", "_span")
+
+    def __init__(self, span: AbstractContextManager[None], mark: AbstractContextManager[object]) -> None:
+        self._span = span
+        self._mark = mark
+
+    def __enter__(self) -> None:
+        self._mark.__enter__()
+        self._span.__enter__()
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._span.__exit__(error_type, error, traceback)
+        self._mark.__exit__(error_type, error, traceback)
+
+
+_FLUSH_SECONDS = 1.0
+
+Fields = tuple[str, str, str, float, float, int, tuple[int, ...], str, str, tuple[float, float] | None]
+"""The arguments of `span_line`, with its times still on the clock of the process."""
+
+
+class SpanFile:
+    """Append spans to the timeline file of a rank, about once a second. A failure costs only the record.
+
+    Args:
+        path: The timeline file of the rank; a resumed run appends to it.
+        rank: The global rank.
+        say: Called with the report of a failure to write, one line.
+        first: The global rank from which groups of spans count.
+
+    Attributes:
+        spans: Spans that are not written yet; any thread may append to them.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], rank: int, say: Callable[[str], object], first: int = 0
+    ) -> None:
+        self._file = AppendFile(path, "the timeline", say)
+        self._origin = time.perf_counter()
+        self._file.write(header_line(rank, time.time_ns(), clock_name(), round(self._origin * 1e9)))
+        self._first = first
+        self.spans: list[Fields] = []
+        self._flushed = self._origin
+
+    def flush_if_due(self, now: float) -> None:
+        """Write the spans if the last time is a second ago; `now` is a reading of `time.perf_counter`."""
+        if now - self._flushed >= _FLUSH_SECONDS:
+            self._flushed = now
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the spans."""
+        # Other threads may append now: they add only behind the spans taken here.
+        count = len(self.spans)
+        taken = self.spans[:count]
+        del self.spans[:count]
+        origin, first = self._origin, self._first
+        self._file.write(
+            "".join(
+                span_line(
+                    kind,
+                    lane,
+                    name,
+                    start - origin,
+                    duration,
+                    bytes,
+                    tuple(each + first for each in group) if first else group,
+                    algorithm,
+                    purpose,
+                    host and (host[0] - origin, host[1] - origin),
+                )
+                for kind, lane, name, start, duration, bytes, group, algorithm, purpose, host in taken
+            )
+        )
+
+    def close(self) -> None:
+        """Write the spans and close the file; spans that come later are lost."""
+        self.flush()
+        self._file.close()
 
 
 class OpenSpan(ABC):

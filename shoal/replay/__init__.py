@@ -5,11 +5,19 @@ Nouns: Graph (programs of `Work`, `Arrive` and `Await`, joined by `Collective`),
     `critical_path` says what bounds it. Imports no torch.
 """
 
-from shoal.replay.critical_path import OnPath, critical_path
-from shoal.replay.graph import Arrive, Await, Collective, Event, Graph, Work
-from shoal.replay.measured import graph_of
-from shoal.replay.play import Played, play
-from shoal.replay.what_if import Saving, WhatIf, what_if
+from shoal.replay.graph import (
+    Arrive,
+    Await,
+    Collective,
+    Event,
+    Graph,
+    OnPath,
+    Played,
+    Work,
+    critical_path,
+    play,
+)
+from shoal.replay.what_if import Saving, WhatIf, graph_of, what_if
 
 __all__ = [
     "Arrive",

@@ -6,14 +6,36 @@ Nouns: Run, Decision, MeasuredMemory, Account (where the wall clock went), Ledge
     what was appended to them.
 """
 
-from shoal.run.account import CAUSES, Account, Ledger, account
-from shoal.run.decisions import Decision, read_decisions, write_decision
-from shoal.run.directory import Run, absolute, default_path, is_free, shown
-from shoal.run.events import Event, read_events, write_event
-from shoal.run.memory import OUTSIDE, MeasuredMemory, UnitMemory, write_memory
-from shoal.run.metrics import json_number, metrics_line, read_metrics
-from shoal.run.speed import Speed, speed_of, tokens_per_second
-from shoal.run.tail import FollowedAccount
+from shoal.run.account import (
+    CAUSES,
+    Account,
+    Event,
+    Ledger,
+    Speed,
+    account,
+    read_events,
+    speed_of,
+    tokens_per_second,
+    write_event,
+)
+from shoal.run.directory import (
+    OUTSIDE,
+    Decision,
+    MeasuredMemory,
+    Run,
+    UnitMemory,
+    absolute,
+    default_path,
+    is_free,
+    json_number,
+    metrics_line,
+    read_decisions,
+    read_metrics,
+    shown,
+    write_decision,
+    write_memory,
+)
+from shoal.run.metrics_tail import FollowedAccount
 
 __all__ = [
     "CAUSES",

@@ -21,19 +21,93 @@ failure: the time up to the next command is `waiting`, and its start is `recover
 Where the first rank was killed, its last line may be older than its last step. If these steps are in the
 state that the run goes on from, they count, with as many seconds each as the steps before them. If not, their
 seconds stay in `detection` or `waiting`.
+
+The events of a run: when it was launched, what its time went into, when it failed and ended.
+
+events.jsonl has one JSON object a line. Each has `time`, in seconds since the epoch, and `event`:
+
+    {"time":.., "event":"began", "launched":.., "ranks":8}         a group of ranks formed; `launched` is when
+                                                                   the command that started it began
+    {"time":.., "event":"loaded", "step":40}                       the ranks hold the state after this step
+    {"time":.., "event":"spent", "step":52, "seconds":{"steps":..}}  how the time since the line before was
+                                                                   spent, and the last step that was made
+    {"time":.., "event":"failed", "reason":".."}                   a failure was noticed
+    {"time":.., "event":"ended", "reason":".."}                    the ranks, or their launcher, end
+
+The first rank writes it, and the launcher notes failures and its end. Each line is one write at the end of
+the file, so that lines of two processes do not mix. A "spent" line comes after the first step of a
+group of ranks, then at most once in a second and in a thousandth of the run's age: a run of a month leaves
+some ten thousand lines.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, final
 
+from shoal.limits import open_regular
 from shoal.run.directory import Run
-from shoal.run.events import Event, read_events
+
+Event = dict[str, Any]
+"""One event: a JSON object with `time` and `event`."""
+
+_LONGEST_REASON = 500
+
+
+def write_event(path: Path, event: str, *, at: float | None = None, **values: Any) -> Event:
+    """Append an event to a run's file, if the run is there; return the event.
+
+    A full disk loses the event, and stops nothing. A line that another process left torn is ended first.
+
+    Args:
+        path: The file of events.
+        event: What happened.
+        at: When, in seconds since the epoch; by default now.
+        values: What else is known of it.
+    """
+    told: Event = {"time": time.time() if at is None else at, "event": event, **values}
+    if "reason" in told:
+        told["reason"] = str(told["reason"])[:_LONGEST_REASON]
+    with contextlib.suppress(OSError):
+        file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            size = os.fstat(file).st_size
+            is_torn = size > 0 and os.pread(file, 1, size - 1) != b"\n"
+            os.write(file, b"\n" * is_torn + json.dumps(told).encode() + b"\n")
+        finally:
+            os.close(file)
+    return told
+
+
+def read_events(paths: Iterable[Path]) -> list[Event]:
+    """Return the events of some files in the order of their times; see `parse_events`."""
+    lines: list[str] = []
+    for path in paths:
+        with contextlib.suppress(OSError), open_regular(path) as file:
+            lines += file.read().decode("utf-8-sig", errors="replace").splitlines()
+    return parse_events(lines)
+
+
+def parse_events(lines: Iterable[str]) -> list[Event]:
+    """Return the events of some lines in the order of their times; lines that cannot be read are left out."""
+    found: list[Event] = []
+    for line in lines:
+        try:
+            told = json.loads(line)
+            if isinstance(told["event"], str) and math.isfinite(told["time"]):
+                found.append(told)
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
+            continue
+    return sorted(found, key=lambda told: float(told["time"]))
+
 
 CAUSES = (
     "start",
@@ -287,3 +361,57 @@ def _number(value: Any) -> float:
     if not 0 <= number < math.inf:
         raise ValueError(f"{value} counts nothing")
     return number
+
+
+_WARM_UP_STEPS = 2  # steps in which caches fill and kernels are chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """The speed of a run; a figure that is not known is None.
+
+    Attributes:
+        total: Tokens/s over all ranks.
+        per_device: Tokens/s of a device.
+        mfu: Model FLOP/s as a share of the device's peak.
+    """
+
+    total: float | None
+    per_device: float | None
+    mfu: float | None
+
+
+def speed_of(metrics: Sequence[Mapping[str, Any]], description: Mapping[str, Any]) -> Speed:
+    """Return the speed of the median step after warm-up.
+
+    Args:
+        metrics: Metrics from `read_metrics`.
+        description: The content of run.json; it has the FLOP of a token, forward and backward, and the peak
+            of one device.
+    """
+    total = tokens_per_second(metrics, description.get("since_step"))
+    world_size = description.get("world_size")
+    flops_per_token = (description.get("model") or {}).get("flops_per_token")
+    peak_flops = (description.get("device") or {}).get("peak_flops")
+    per_device = total / world_size if total is not None and world_size else None
+    mfu = None
+    if per_device is not None and flops_per_token and peak_flops:
+        mfu = per_device * flops_per_token / peak_flops
+    return Speed(total, per_device, mfu)
+
+
+def tokens_per_second(metrics: Sequence[Mapping[str, Any]], since_step: int | None) -> float | None:
+    """Return the tokens/s, over all ranks, of the median step after warm-up; None if no step has them.
+
+    The median ignores a step that was held up by a checkpoint or another process.
+
+    Args:
+        metrics: Metrics from `read_metrics`.
+        since_step: The first step under the present layout; None for all.
+    """
+    rates = [
+        values["tokens_per_second"]
+        for values in metrics
+        if "tokens_per_second" in values and values["step"] >= (since_step or 0)
+    ]
+    return median(rates[_WARM_UP_STEPS:] or rates) if rates else None

@@ -11,24 +11,32 @@ servers/server-*.jsonl  what each parameter server applied, with its staleness
 decisions.jsonl         what exchange=auto, or the guard of stale gradients, decided, with reasons
 doctor/HOST.json        what each host looked like when the run started
 members.jsonl           ranks that were lost and came while others trained, with the time and the reason
-events.jsonl            launches, failures, and what the time between them went into: see `shoal.run.events`
+events.jsonl            launches, failures, and what the time between them went into: see `shoal.run.account`
 log/                    what each rank of a local run printed, and what loggers write
 log/hang/               after a hang: the calls and stacks of each rank, and the verdict
 
 Only the user who starts a run can enter its directory: samples of the data, names of hosts and weights are in
 it. The files inside follow the umask, so that `chmod g+rx RUN` lets a group read the whole run.
+
+The metrics file: one JSON object a line, at least one a step.
+
+    {"step":12,"loss":2.5,"gradient_norm":1.2,"tokens":8192,"step_seconds":0.1,"tokens_per_second":81920.0}
+    {"step":12,"validation_loss":2.6}
+
+JSON has no numbers that are not finite; they are the strings "NaN", "Infinity" and "-Infinity".
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import math
 import os
 import re
 import shlex
 import uuid
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -36,10 +44,223 @@ from typing import Any, Self
 
 from shoal.errors import RunError, ShoalError, nearest
 from shoal.limits import DESCRIPTION, json_of, read_regular
-from shoal.run.decisions import Decision, read_decisions
-from shoal.run.memory import MeasuredMemory, read_memory
-from shoal.run.metrics import read_metrics
-from shoal.run.updates import Applied, read_updates
+from shoal.lines import bounded_lines
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One decision about the exchange between workers.
+
+    Attributes:
+        step: Steps made.
+        exchange: The exchange that is followed from then on, as a Plan's settings.
+        reason: Why, in a sentence.
+        numbers: What it rests on, by name.
+    """
+
+    step: int
+    exchange: str
+    reason: str
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"after step {self.step}: {self.exchange}: {self.reason}"
+
+
+def write_decision(path: Path, decision: Decision) -> None:
+    """Add a decision to a run's file."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(asdict(decision)) + "\n")
+
+
+def read_decisions(path: Path) -> list[Decision]:
+    """Return the decisions of a run, in order; empty without a file. A torn last line is left out."""
+    found: list[Decision] = []
+    if not path.exists():
+        return found
+    for line in bounded_lines(path):
+        try:
+            told = json_of(line)
+            found.append(Decision(**{name: told[name] for name in Decision.__slots__}))
+        except (ValueError, KeyError, TypeError):
+            continue
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """One contribution that a server applied.
+
+    Attributes:
+        shard: The part of the values.
+        update: Updates of that part, with this one.
+        worker: Who sent it.
+        staleness: Updates, or rounds, that the worker had not heard of when it computed it.
+        seconds: When it was applied, in seconds since the epoch.
+    """
+
+    shard: int
+    update: int
+    worker: int
+    staleness: int
+    seconds: float
+
+
+def read_updates(paths: Iterable[Path]) -> list[Applied]:
+    """Return what servers applied to the first part of the values, in order; a torn last line is left out.
+
+    All parts get the same contributions, so that one of them tells of all.
+    """
+    found: list[Applied] = []
+    for path in paths:
+        for line in bounded_lines(path):
+            try:
+                told = json_of(line)
+                applied = Applied(**{name: told[name] for name in Applied.__slots__})
+            except (ValueError, KeyError, TypeError):
+                continue
+            if applied.shard == 0:
+                found.append(applied)
+    return sorted(found, key=lambda each: each.seconds)
+
+
+OUTSIDE = "outside blocks"
+"""Name of the unit of all that is in no block: embedding, last norm, head."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnitMemory:
+    """Bytes of a part of the model on a rank: a block, or all that is outside of blocks.
+
+    Attributes:
+        name: Name of the block in the model.
+        weights: Bytes of the weights that compute, or of the shards that they are gathered from.
+        gradients: Bytes of gradients at the rank's peak.
+        optimizer: Bytes of the optimizer's state, and of its copy of the weights if it has one.
+        activations: Bytes that the forward of a micro-batch leaves for backward, without gathered weights;
+            the most of all micro-batches.
+    """
+
+    name: str
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredMemory:
+    """Bytes of a rank in a step.
+
+    Attributes:
+        rank: The rank.
+        step: The step, from 1.
+        peak: The most bytes of tensors that lived at once.
+        moment: Where the step was then.
+        buffers: Bytes of the model's buffers.
+        units: The parts of the model on the rank.
+        resident: Most bytes of the process that the system had in memory so far; None if it does not say.
+        reserved: Most bytes that the GPU's allocator held; None on a CPU.
+    """
+
+    rank: int
+    step: int
+    peak: int
+    moment: str
+    buffers: int
+    units: tuple[UnitMemory, ...] = field(default=())
+    resident: int | None = None
+    reserved: int | None = None
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The bytes at the peak by name; activations are all that is not one of the others."""
+        parts = {
+            name: sum(getattr(unit, name) for unit in self.units)
+            for name in ("weights", "gradients", "optimizer")
+        }
+        parts["buffers"] = self.buffers
+        return {**parts, "activations": max(0, self.peak - sum(parts.values()))}
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Self:
+        """Return what `write_memory` wrote."""
+        return cls(**{**values, "units": tuple(UnitMemory(**unit) for unit in values["units"])})
+
+
+def write_memory(path: Path, measured: MeasuredMemory) -> None:
+    """Write what was measured, in place of what is there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(asdict(measured), indent=1) + "\n", encoding="utf-8")
+
+
+def read_memory(paths: Iterable[Path]) -> list[MeasuredMemory]:
+    """Return what ranks wrote.
+
+    Raises:
+        RunError: A file is malformed.
+    """
+    found = []
+    for path in paths:
+        try:
+            found.append(MeasuredMemory.of(json_of(read_regular(path, DESCRIPTION))))
+        except (ValueError, TypeError, KeyError) as error:
+            raise RunError(
+                f"{path} cannot be read: {error}",
+                possible="the file as the run wrote it",
+                change="remove it, and train on with --resume, which measures again",
+            ) from error
+    return found
+
+
+NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def metrics_line(step: int, values: Mapping[str, float]) -> str:
+    """Return the line with the values of a step, and a newline; scalars of any library become floats."""
+    writable = {name: json_number(value) for name, value in values.items()}
+    return json.dumps({"step": step, **writable}, allow_nan=False, separators=(",", ":")) + "\n"
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Return the values of each step, with its "step", by ascending step; empty if there is no file.
+
+    Objects of one step are merged: later values replace earlier ones, since a resumed run repeats the steps
+    after its checkpoint. Lines that a killed process left torn are skipped.
+
+    Raises:
+        ShoalError: A line is whole and is not the object of a step; the message names file and line.
+    """
+    if not path.exists():
+        return []
+    steps: dict[int, dict[str, Any]] = {}
+    for number, line in enumerate(bounded_lines(path), start=1):
+        try:
+            values = json_of(line)
+        except ValueError:
+            continue
+        if not isinstance(values, dict) or not isinstance(values.get("step"), int):
+            raise ShoalError(f'{path}:{number}: not an object with a "step"')
+        step = steps.setdefault(values["step"], {})
+        step.update((name, _readable(value)) for name, value in values.items())
+    return [steps[step] for step in sorted(steps)]
+
+
+def json_number(value: float) -> float | str:
+    """Return a number as JSON can hold it: a string if it is not finite."""
+    if isinstance(value, int):
+        return value
+    number = float(value)
+    if math.isnan(number):
+        return "NaN"
+    if math.isinf(number):
+        return "Infinity" if number > 0 else "-Infinity"
+    return number
+
+
+def _readable(value: Any) -> Any:
+    return NOT_FINITE.get(value, value) if isinstance(value, str) else value
+
 
 _DESCRIPTION = "run.json"
 _NAMED_RUNS = 5

@@ -18,8 +18,8 @@ from typing import Any, final
 from shoal.errors import ShoalError
 from shoal.limits import open_regular
 from shoal.timeline import Span, Timeline
-from shoal.timeline.clocks import OneClock, Origin, Tie, read_ties
-from shoal.timeline.lines import FORMAT, parse_span
+from shoal.timeline.span import FORMAT, parse_span
+from shoal.timeline.timeline import OneClock, Origin, Tie, read_ties
 
 _HEADER = b'{"timeline":'
 _STEP = re.compile(rb'\n\{"kind":"step","name":"(\d{1,15})"[^\n]*\n')

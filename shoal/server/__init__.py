@@ -7,9 +7,8 @@ no process group, so workers may come and go.
 `shoal.parallel.ServedUpdates` is the optimizer that a worker steps.
 """
 
-from shoal.server.blueprint import Blueprint
 from shoal.server.client import Servers
 from shoal.server.serve import Server
-from shoal.server.terms import Decision, Mode, ServerError, Terms, Ticket
+from shoal.server.terms import Blueprint, Decision, Mode, ServerError, Terms, Ticket
 
 __all__ = ["Blueprint", "Decision", "Mode", "Server", "ServerError", "Servers", "Terms", "Ticket"]

@@ -14,8 +14,7 @@ from shoal.channel import Channel, ChannelStrangerError, dial
 from shoal.collectives import Codec
 from shoal.collectives.thread_device import callers_device, take_device
 from shoal.plan import Compression
-from shoal.server.blueprint import Blueprint
-from shoal.server.terms import SERVER, Decision, ServerError, Terms, Ticket
+from shoal.server.terms import SERVER, Blueprint, Decision, ServerError, Terms, Ticket
 
 _ALIGNED = 1024  # elements: a shard begins at a multiple
 
@@ -245,7 +244,7 @@ class Servers:
         codec: Codec | None = None,
         base: Sequence[int] = (),
     ) -> list[int]:
-        """Take the present values, or the view of them that workers have (`view.py`).
+        """Take the present values, or the view of them that workers have (`shard.py`).
 
         Args:
             position: This rank's place in its worker.

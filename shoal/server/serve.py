@@ -32,11 +32,10 @@ from shoal.channel import Channel, challenge
 from shoal.errors import CommunicationError
 from shoal.listener import Listener, listen
 from shoal.plan import Compression
-from shoal.server.blueprint import Blueprint
 from shoal.server.board import Board
 from shoal.server.client import ask, connect
 from shoal.server.shard import Contribution, Shard
-from shoal.server.terms import SERVER, ServerError, Terms
+from shoal.server.terms import SERVER, Blueprint, ServerError, Terms
 
 _Reply = tuple[dict[str, Any], Sequence[torch.Tensor]]
 

@@ -9,7 +9,8 @@ that its pipeline schedule forced, `stage_times` says how long each stage works,
 Imports no torch.
 """
 
-from shoal.simulate.bubble import mark_bubbles
+from shoal.simulate.bubble import StageTimes, mark_bubbles, measured_timeline, recorded_cluster, stage_times
+from shoal.simulate.engine import BUBBLE
 from shoal.simulate.failures import (
     LOSSES,
     Courses,
@@ -19,16 +20,11 @@ from shoal.simulate.failures import (
     failure_course,
     failure_courses,
 )
-from shoal.simulate.measured import measured_timeline, recorded_cluster
-from shoal.simulate.picture import picture
 from shoal.simulate.played import played_parts, played_passes, played_seconds
 from shoal.simulate.prediction import Prediction, kinds_compared
-from shoal.simulate.rank import BUBBLE
-from shoal.simulate.simulation import Simulation, simulate
-from shoal.simulate.stage_times import StageTimes, stage_times
+from shoal.simulate.simulation import Simulation, picture, simulate
 from shoal.simulate.traffic import Communication, Traffic, traffic_of
-from shoal.simulate.uneven import Uneven, meeting_of, uneven_course
-from shoal.simulate.workers import Course, Meeting, course_of
+from shoal.simulate.workers import Course, Meeting, Uneven, course_of, meeting_of, uneven_course
 
 __all__ = [
     "BUBBLE",

@@ -4,17 +4,26 @@ The spans of a step's forwards and backwards have their actions as names, so the
 from the spans. It is played again with equal times for every stage: the means of the measured ones. In this
 replay a rank is idle only because of the schedule. Measured idle time up to this amount is bubble; the rest
 is waiting for a neighbour that is slower than the mean, or for a message.
+
+How long each stage of a pipeline works, measured from the actions that name its spans.
+
+Together with the bubble this separates the two causes of idle time, the schedule and the split into stages: a
+stage that works longer than the mean makes the others wait under any schedule.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from statistics import fmean
+from dataclasses import dataclass, field
+from statistics import fmean, median
 
+from shoal.cluster import Cluster
 from shoal.errors import PlanError
 from shoal.plan.schedules import Action, Schedule, Times, Work, play, require_sound
+from shoal.run import Run
 from shoal.timeline import Kind, Lane, Span, Timeline
+from shoal.timeline.intervals import StepWindows
 
 Row = Sequence[tuple[Action, float, float]]
 """A rank's actions in a step, in order, each with start and stop."""
@@ -137,4 +146,90 @@ def _mean_times(schedule: Schedule, rows: Iterable[Row]) -> Times:
         forward=means[Work.FORWARD],
         input=means.get(Work.INPUT, whole / 2),
         weight=means.get(Work.WEIGHT, whole / 2),
+    )
+
+
+def measured_timeline(run: Run) -> Timeline:
+    """Return the Timeline of the steps under the run's present Plan, with bubbles marked.
+
+    A run that continued under another Plan, or on other ranks, names the first step of the present layout in
+    `since_step`: averages over several layouts would describe none of them.
+
+    Raises:
+        ShoalError: A file of the run is malformed.
+    """
+    timeline = Timeline.read(run.timeline)
+    since: int | None = run.description.get("since_step")
+    return mark_bubbles(timeline if since is None else timeline.since_step(since))
+
+
+def recorded_cluster(run: Run) -> Cluster | None:
+    """Return the Cluster that a run was given, or that its Plan was chosen for; None if it had none.
+
+    Raises:
+        ClusterError: The description of the Cluster is invalid.
+        ShoalError: run.json is malformed.
+    """
+    described = run.description.get("cluster")
+    return None if described is None else Cluster.of(described, f"the cluster of {run.path}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTimes:
+    """Times of one stage, in seconds, as medians over its ranks; waits within an action count.
+
+    Attributes:
+        stage: Number of the stage in the whole pipeline, from 0.
+        ranks: Ranks that hold the stage, ascending.
+        forward: Seconds of a micro-batch's forward.
+        backward: Seconds of a micro-batch's backward; None if it is always made in halves.
+        input: Seconds of the half that gives the gradient of the stage's input; None if there is none.
+        weight: Seconds of the half that gives the gradient of the stage's weights; None if there is none.
+        step: Seconds of all these actions in a step.
+    """
+
+    stage: int
+    ranks: tuple[int, ...]
+    forward: float | None
+    backward: float | None
+    input: float | None
+    weight: float | None
+    step: float
+
+
+@dataclass(slots=True)
+class _Measured:
+    """The seconds of a stage's actions, by work, and of its steps, by rank and step."""
+
+    by_work: dict[Work, list[float]] = field(default_factory=dict)
+    by_step: dict[tuple[int, int], float] = field(default_factory=dict)
+
+
+def stage_times(timeline: Timeline) -> tuple[StageTimes, ...]:
+    """Return the times of the stages, ascending; empty if no pipeline ran."""
+    stages: dict[int, _Measured] = {}
+    for rank in timeline.ranks:
+        windows = StepWindows(timeline, rank)
+        for span in timeline.of(rank):
+            step = windows.started_in(span) if span.kind in (Kind.FORWARD, Kind.BACKWARD) else None
+            if step is None:
+                continue
+            with contextlib.suppress(PlanError):
+                action = Action.parse(span.name)
+                measured = stages.setdefault(action.stage, _Measured())
+                measured.by_work.setdefault(action.work, []).append(span.duration)
+                measured.by_step[rank, step] = measured.by_step.get((rank, step), 0.0) + span.duration
+    return tuple(_times_of(stage, stages[stage]) for stage in sorted(stages))
+
+
+def _times_of(stage: int, measured: _Measured) -> StageTimes:
+    medians = {work: median(seconds) for work, seconds in measured.by_work.items()}
+    return StageTimes(
+        stage=stage,
+        ranks=tuple(sorted({rank for rank, _ in measured.by_step})),
+        forward=medians.get(Work.FORWARD),
+        backward=medians.get(Work.BACKWARD),
+        input=medians.get(Work.INPUT),
+        weight=medians.get(Work.WEIGHT),
+        step=median(measured.by_step.values()),
     )

@@ -9,7 +9,7 @@ goes on with fewer replicas of the model, which is slower in proportion, until n
 Times of repair and of restarts may have a heavy tail: a Pareto distribution of shape 1.5, whose variance is
 infinite, as some repairs take days. Failures come while the run saves and restarts, too; not while it waits.
 
-Where nothing is repaired and restarts take equally long, the goodput is that of `shoal.cost.outlook.goodput`
+Where nothing is repaired and restarts take equally long, the goodput is that of `shoal.cost.outlook.long_run`
 (Daly, 2006), and how often spares are used up follows the M/G/infinity queue, whatever the tail of repairs;
 tests hold this module to both.
 """

@@ -16,7 +16,7 @@ from shoal.plan import Plan, SettledPlan
 from shoal.run import Run
 from shoal.simulate.simulation import Simulation, simulate
 from shoal.timeline import Kind, Purpose, Timeline
-from shoal.timeline.kinds import seconds_by_kind
+from shoal.timeline.series import seconds_by_kind
 from shoal.workload import Workload, shape, with_adapters
 
 _RENAMED = {"vocab_size": "vocab", "tie_embeddings": "tied"}
@@ -103,7 +103,7 @@ class Prediction:
         }
 
     def seconds_by_kind(self) -> dict[str, float]:
-        """Return the seconds of a step by kind, as `shoal.timeline.kinds` names them.
+        """Return the seconds of a step by kind, as `shoal.timeline.series` names them.
 
         One rank stands for all equal ranks, so the spans do not have the waits between those: the simulation
         adds them.

@@ -12,10 +12,9 @@ from shoal.plan import SettledPlan
 from shoal.plan.group import Group
 from shoal.plan.groups import Groups
 from shoal.plan.schedules import FOUND, CommonOrder, Schedule, Times, Work, common_order_of, made_order
-from shoal.simulate.passage import Collective
-from shoal.simulate.rank import Link, RankProgram
+from shoal.simulate.engine import Link, RankProgram
+from shoal.simulate.passage import Collective, Members
 from shoal.simulate.stage_program import StageProgram
-from shoal.simulate.within import Members
 from shoal.timeline import Purpose
 from shoal.workload import Parameters
 

@@ -15,19 +15,13 @@ from shoal.cost import Alike, Costs, settle_split
 from shoal.cost.time import crowded_seconds, straggler_share
 from shoal.plan import Groups, Plan, SettledPlan
 from shoal.plan.schedules import CommonOrder, Played, Times
-from shoal.simulate.account import Account, account_of
+from shoal.plan.schedules.draw import Panel, draw_panels
 from shoal.simulate.bubble import bubble_spans
-from shoal.simulate.engine import Play, play_steps
-from shoal.simulate.journal import Journal
-from shoal.simulate.programs import (
-    links_of,
-    order_of,
-    rank_programs,
-    stage_programs,
-    undisturbed_times,
-)
-from shoal.simulate.rank import Link, RankProgram
+from shoal.simulate.engine import Link, Play, RankProgram, play_steps
+from shoal.simulate.journal import Account, Journal, account_of
+from shoal.simulate.programs import links_of, order_of, rank_programs, stage_programs, undisturbed_times
 from shoal.timeline import Breakdown, Span, Timeline
+from shoal.units import format_seconds
 from shoal.workload import Workload
 
 
@@ -241,3 +235,35 @@ def _with_lent_cores(simulation: Simulation) -> Simulation:
 
 def _at_pace(span: Span, pace: float) -> Span:
     return replace(span, start=span.start * pace, duration=span.duration * pace)
+
+
+def picture(simulation: Simulation, title: str) -> str:
+    """Return the first step as SVG, with the bubble that the breakdown has.
+
+    Rows end where the step ends. What no box covers is bubble, exposed communication or the optimizer.
+
+    Args:
+        simulation: The simulated steps.
+        title: Description of the picture, for readers who cannot see it.
+    """
+    breakdown, pace = simulation.breakdown, simulation._pace
+    played = replace(
+        simulation.played,
+        starts=tuple(tuple(pace * start for start in row) for row in simulation.played.starts),
+        stops=tuple(tuple(pace * stop for stop in row) for row in simulation.played.stops),
+    )
+    schedule, parts = played.schedule, breakdown.parts
+    stages = f", {schedule.virtual} stages each" if schedule.virtual > 1 else ""
+    caption = (
+        f"{schedule.ranks} ranks{stages}, {schedule.microbatches} micro-batches: a step of "
+        f"{format_seconds(parts.wall)}, bubble {parts.bubble / parts.wall:.1%}, exposed communication "
+        f"{parts.exposed_communication / parts.wall:.1%}"
+    )
+    panel = Panel(
+        played=played,
+        caption=caption,
+        ideal=max(each.parts.wall - each.parts.bubble for each in breakdown.ranks),
+        end=parts.wall,
+        label=format_seconds,
+    )
+    return draw_panels([panel], title)

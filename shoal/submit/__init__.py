@@ -5,8 +5,7 @@ functions of what is given, without torch. `shoal launch` prints or submits them
 """
 
 from shoal.submit.container import Container
-from shoal.submit.exit_codes import EXIT_STOPPED, EXIT_WRONG_INPUT
 from shoal.submit.kubernetes import FORMS, KubernetesJob
-from shoal.submit.slurm import SlurmJob, submit
+from shoal.submit.slurm import EXIT_STOPPED, EXIT_WRONG_INPUT, SlurmJob, submit
 
 __all__ = ["EXIT_STOPPED", "EXIT_WRONG_INPUT", "FORMS", "Container", "KubernetesJob", "SlurmJob", "submit"]

@@ -21,7 +21,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shoal.errors import ConfigError, ShoalError, UserError
-from shoal.submit.exit_codes import EXIT_STOPPED, EXIT_WRONG_INPUT
+
+EXIT_STOPPED = 75
+"""Exit code of a run that a signal stopped and that saved its state to be resumed; BSD's EX_TEMPFAIL."""
+
+EXIT_WRONG_INPUT = 2
+"""Exit code of a run that was given what cannot work, however often it is started."""
+
 
 _NAME = re.compile(r"[a-z][a-z-]*")
 _OWN = ("job-name", "nodes", "ntasks-per-node", "signal", "requeue", "open-mode", "output", "chdir", "time")

@@ -17,13 +17,12 @@ from statistics import median
 from typing import Self
 
 from shoal.diagnosis import Cause
-from shoal.diagnosis.cause import PHASES
-from shoal.diagnosis.own_work import own_work
+from shoal.diagnosis.own_work import PHASES, own_work
 from shoal.plan.schedules import Work as Action
 from shoal.plan.schedules import make
 from shoal.replay import Arrive, Await, Collective, Event, Graph, Work, play
 from shoal.timeline import Kind, Lane, Purpose, Span, Timeline
-from shoal.timeline.windows import StepWindows
+from shoal.timeline.intervals import StepWindows
 
 _SECONDS = {
     Cause.LOADER: 0.002,

@@ -5,13 +5,11 @@ Nouns: Span, Timeline, Breakdown. The recorder and the simulator write Timelines
     comparison of predicted with measured use these.
 """
 
-from shoal.timeline.breakdown import Breakdown, RankBreakdown, explain
-from shoal.timeline.matching import Meeting, meetings
-from shoal.timeline.named_collectives import NamedCollective, named_collectives
-from shoal.timeline.parts import CollectiveFigures, Parts
+from shoal.timeline.breakdown import Breakdown, CollectiveFigures, Parts, RankBreakdown, explain
+from shoal.timeline.intervals import Meeting, meetings
+from shoal.timeline.series import NamedCollective, named_collectives
 from shoal.timeline.span import Kind, Lane, Purpose, Span
-from shoal.timeline.timeline import Timeline
-from shoal.timeline.trace import chrome_trace, write_chrome_trace
+from shoal.timeline.timeline import Timeline, chrome_trace, write_chrome_trace
 
 __all__ = [
     "Breakdown",

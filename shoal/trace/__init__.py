@@ -3,7 +3,7 @@
 `trace` returns the Workload. `EXPENSIVE` names the operators whose results selective recompute keeps.
 """
 
-from shoal.trace.operators import EXPENSIVE
+from shoal.trace.operator_trace import EXPENSIVE
 from shoal.trace.tracer import trace
 
 __all__ = ["EXPENSIVE", "trace"]

@@ -21,7 +21,8 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,20 +30,179 @@ from torch._C._autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shoal.trace.observed import Made, Moved, Piece, address
-from shoal.trace.operators import (
-    ATTENTIONS,
-    COPIES,
-    EXPENSIVE,
-    FREE,
-    LOOKUPS,
-    PRODUCTS,
-    Sizes,
-    argument,
-    bias_of,
-    product_of,
-)
 from shoal.workload import Attention, Part, Product
+
+_aten = torch.ops.aten
+
+PRODUCTS: frozenset[Any] = frozenset(
+    {
+        _aten.mm.default,
+        _aten.addmm.default,
+        _aten.bmm.default,
+        _aten.baddbmm.default,
+        _aten._grouped_mm.default,
+        _aten.convolution.default,
+    }
+)
+ATTENTIONS: frozenset[Any] = frozenset(
+    {
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._scaled_dot_product_fused_attention_overrideable.default,
+    }
+)
+EXPENSIVE: frozenset[Any] = (PRODUCTS | ATTENTIONS) - {_aten.baddbmm.default, _aten.convolution.default}
+"""Operators whose results recompute=selective keeps."""
+
+FREE: frozenset[Any] = frozenset(
+    {
+        _aten.empty.memory_format,
+        _aten.empty_like.default,
+        _aten.empty_strided.default,
+        _aten.new_empty.default,
+        _aten.new_empty_strided.default,
+    }
+)
+"""Operators that return new memory and move no byte. Views are free as well, and known by their results."""
+
+COPIES: frozenset[Any] = frozenset({_aten._to_copy.default, _aten.clone.default})
+"""Operators that return equal values in other memory, maybe of another type."""
+
+LOOKUPS: frozenset[Any] = frozenset(
+    {
+        _aten.embedding.default,
+        _aten.index_select.default,
+        _aten.index.Tensor,
+        _aten.gather.default,
+        _aten.nll_loss_forward.default,
+    }
+)
+"""Operators that read as much of their first tensor as they write."""
+
+
+class Sizes(NamedTuple):
+    """Sizes of a product `[rows, inputs] x [inputs, outputs]`, or of `copies` of it that share the rows.
+
+    Attributes:
+        left: The operand that has the rows.
+        right: The matrix, or matrices.
+    """
+
+    left: Tensor
+    right: Tensor
+    rows: int
+    inputs: int
+    outputs: int
+    copies: int = 1
+
+
+def product_of(operator: Any, arguments: Sequence[Any], result: Tensor) -> Sizes:
+    """Return the sizes of one of `PRODUCTS`.
+
+    A convolution has a row for each position of its kernel: positions in the result, or in the input if it is
+    transposed.
+    """
+    if operator is _aten.convolution.default:
+        image, kernel = arguments[0], arguments[1]
+        if argument(operator, arguments, {}, "transposed"):
+            channels = len(kernel)
+            return Sizes(image, kernel, image.numel() // channels, channels, kernel[0].numel())
+        return Sizes(image, kernel, result.numel() // len(kernel), kernel[0].numel(), len(kernel))
+    added = operator in (_aten.addmm.default, _aten.baddbmm.default)
+    left, right = arguments[added : added + 2]
+    if operator is _aten._grouped_mm.default:
+        return Sizes(left, right, left.shape[-2], left.shape[-1], right.shape[-1], len(right))
+    copies = len(left) if left.ndim == 3 else 1
+    return Sizes(left, right, copies * left.shape[-2], left.shape[-1], right.shape[-1], copies)
+
+
+def bias_of(operator: Any, arguments: Sequence[Any]) -> Tensor | None:
+    """Return the tensor that one of `PRODUCTS` adds to its result; None if there is none."""
+    if operator is _aten.convolution.default:
+        bias: Tensor | None = arguments[2]
+        return bias
+    return arguments[0] if operator in (_aten.addmm.default, _aten.baddbmm.default) else None
+
+
+def argument(operator: Any, arguments: Sequence[Any], named: dict[str, Any], name: str) -> Any:
+    """Return the argument with this name in a call of an operator, or its default if it is not given."""
+    if name in named:
+        return named[name]
+    for index, each in enumerate(operator._schema.arguments):
+        if each.name == name:
+            return arguments[index] if index < len(arguments) else each.default_value
+    raise AssertionError(f"{operator} has no argument {name}")
+
+
+@dataclass(slots=True)
+class Made:
+    """A storage that an operator made.
+
+    Attributes:
+        storage: The storage, kept alive so that no other gets its address.
+        piece: Piece in which it was made.
+        part: How tensor parallelism divides it.
+        width: Bytes of an element.
+        name: Name of the operator.
+        result_of: The part of the product whose result it is, COLUMNS for attention's; None for others.
+    """
+
+    storage: torch.UntypedStorage
+    piece: int
+    part: Part
+    width: int
+    name: str
+    result_of: Part | None = None
+
+    @property
+    def elements(self) -> int:
+        """Number of elements in the whole storage."""
+        return self.storage.nbytes() // self.width
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A call of an operator that memory bounds: the elements of its largest tensor, and its bytes."""
+
+    name: str
+    part: Part
+    elements: int
+    nbytes: int
+
+
+@dataclass(slots=True)
+class Piece:
+    """The observations of one piece of a model, for the whole batch except products and attention.
+
+    Attributes:
+        operations: Operations, in the order of forward.
+        backward: Passes of backward.
+        saved: Storages that forward keeps, by address.
+        scores: Sizes of the scores that attention wrote.
+        stream: The block's input.
+        tables: Parameters that are looked up.
+        parameters: For each parameter that the piece is the first to use, by name, the part of the product
+            that uses it.
+        experts: Names of the experts' parameters among these.
+    """
+
+    operations: list[Product | Attention | Moved] = field(default_factory=list)
+    backward: list[Moved] = field(default_factory=list)
+    saved: dict[int, Made] = field(default_factory=dict)
+    scores: set[int] = field(default_factory=set)
+    stream: Tensor | None = None
+    tables: set[str] = field(default_factory=set)
+    parameters: dict[str, Part] = field(default_factory=dict)
+    experts: set[str] = field(default_factory=set)
+
+
+def address(tensor: Tensor) -> int:
+    """Return the address of a tensor's storage."""
+    found: int = tensor.untyped_storage()._cdata
+    return found
+
 
 _FIRST, _SECOND = "lora_A", "lora_B"  # an adapter's matrices
 _NO_NUMBER = 2**63  # nodes that add to the gradient of a parameter have none

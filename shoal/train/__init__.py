@@ -9,14 +9,16 @@ from shoal.train.classes import with_classes
 from shoal.train.config import (
     CheckpointConfig,
     OptimizerConfig,
+    RecordConfig,
     TrainConfig,
     ValidationConfig,
     load_config,
     settings_of,
     table_of,
 )
+from shoal.train.evaluate import HeldOut
 from shoal.train.execute import execute
-from shoal.train.held_out import HeldOut
+from shoal.train.export import load_model
 from shoal.train.host_memory import FOLDER, memory_folder
 from shoal.train.job import (
     Job,
@@ -34,8 +36,6 @@ from shoal.train.located import located
 from shoal.train.micro_batch import TrainingData
 from shoal.train.optimizer import Optimization
 from shoal.train.portable import BackgroundSaves, load, save
-from shoal.train.record_config import RecordConfig
-from shoal.train.restore import load_model
 from shoal.train.result import Callbacks, StepResult
 from shoal.train.trainer import Runtime, Trainer
 

@@ -18,8 +18,8 @@ from shoal.parallel import own_device
 from shoal.run.writer import name_group
 from shoal.train.execution import Execution, Regroup
 from shoal.train.job import Job, nothing_left_to_do
-from shoal.train.randomness import compute_deterministically
 from shoal.train.roles import Role, joined_role, serve, take_role
+from shoal.train.snapshot import compute_deterministically
 
 _LOST = 20.0  # seconds in which the launcher notes that a rank is lost, if that ended the communication
 _OWN = 0.5  # and if something else went wrong, which is most likely this rank's own

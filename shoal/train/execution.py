@@ -1,43 +1,237 @@
-"""The execution of a job on one rank: build, train step by step, save, report."""
+"""The execution of a job on one rank: build, train step by step, save, report.
+
+Profiles of some steps with torch.profiler: of those that were asked for, and after a signal.
+
+Each rank writes `RUN/profile/rank-00000-steps-100-105.json.gz`, a trace for Perfetto, chrome://tracing or
+Holistic Trace Analysis, in which the spans of the Timeline are marked. On a GPU the history of its memory can
+be kept too, for https://pytorch.org/memory_viz.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import shlex
+import signal
+import threading
 import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import final
+from types import FrameType
+from typing import Any, final
 
 import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from shoal.checkpoint import Coordinator
 from shoal.data import AnyCorpus
 from shoal.errors import CheckpointError, ConfigError, TrainingError
 from shoal.launch import EXIT_STOPPED, Membership, StopSignal, World
+from shoal.models import Transformer, new_parameters
 from shoal.plan import Plan
+from shoal.record import Marks
 from shoal.run import Run, shown
-from shoal.train.agreement import are_all_asked
+from shoal.train.agreement import are_all_asked, look_at_host
+from shoal.train.automatic import PassedOver
 from shoal.train.classes import for_model, prepared
 from shoal.train.compiling import Compiling
-from shoal.train.describe import describe, opening
+from shoal.train.config import describe_config
+from shoal.train.evaluate import HeldOut, accuracy
 from shoal.train.first_weights import begin_from
-from shoal.train.held_out import HeldOut, accuracy
-from shoal.train.host_watch import look_at_host
 from shoal.train.job import Job
-from shoal.train.live import LiveLine, summary
+from shoal.train.learning_rate import rate_change_of
 from shoal.train.located import first_model
 from shoal.train.micro_batch import TrainingData
 from shoal.train.offloading import offload_folder
 from shoal.train.out_of_memory import does_not_fit, is_out_of_memory
-from shoal.train.profiling import Profiling
-from shoal.train.randomness import nondeterministic_operator
-from shoal.train.rate_change import rate_change_of
-from shoal.train.result import Callbacks, StepResult
+from shoal.train.result import Callbacks, LiveLine, StepResult, summary
 from shoal.train.roles import Role
-from shoal.train.run_writer import RunWriter, WritingRank
+from shoal.train.run_writer import RunWriter, WritingRank, describe_device, describe_run
 from shoal.train.save_policy import SavePolicy, is_due
+from shoal.train.snapshot import nondeterministic_operator
 from shoal.train.trainer import Runtime, Trainer
-from shoal.units import parse_steps
+from shoal.units import format_count, parse_steps
+
+
+def opening(job: Job, described: Mapping[str, Any], plan: Plan) -> str:
+    """Return the first lines of a training.
+
+    Args:
+        job: The job.
+        described: The description of its run.
+        plan: Its Plan, with the stages that the model was cut into.
+    """
+    model, device = described["model"], described["device"]
+    ranks = f"{job.plan.ranks} {device['type']} rank{'s' if job.plan.ranks > 1 else ''}"
+    return (
+        f"run {shown(job.path)}: {model['name']} with {format_count(model['parameters'])} parameters "
+        f"on {ranks}, Plan {plan}\n{describe_config(job.config)}{_passed_over_text(job.passed_over)}"
+        f"{'' if job.goes_on else _new_parameters_text(described)}"
+    )
+
+
+def _passed_over_text(passed_over: Sequence[PassedOver]) -> str:
+    """Return the Plans that plan = "auto" passed over, each reason once."""
+    first = {each.reason: each for each in reversed(passed_over)}
+    lines = [f"\nnot used, though predicted to be faster: {each}" for each in reversed(first.values())]
+    if len(passed_over) > len(first):
+        lines.append(f"\n{len(passed_over) - len(first)} others for the same reasons; run.json has all")
+    return "".join(lines)
+
+
+def _new_parameters_text(described: Mapping[str, Any]) -> str:
+    """Return a line on the parameters that the model's folder lacks; empty if it lacks none."""
+    names = described["new_parameters"]
+    if not names:
+        return ""
+    return (
+        f"\nnew values for {', '.join(names)}: the weights of {described['config']['model']} do not have them"
+    )
+
+
+def describe(job: Job, model: nn.Module, device: torch.device, loss_unit: str) -> dict[str, Any]:
+    """Return the description of a run.
+
+    Args:
+        job: The job.
+        model: The whole model.
+        device: The device of a rank.
+        loss_unit: Unit of the loss, such as "nats a token".
+    """
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    if isinstance(model, Transformer):
+        flops = model.config.flops_per_token(job.config.sequence)
+    else:
+        flops = 6.0 * parameters
+    return {
+        **describe_run(job.path, job.plan.ranks, job.config.model, parameters, flops),
+        "plan": str(job.plan),
+        "passed_over": [{"plan": str(each.plan), "reason": each.reason} for each in job.passed_over],
+        "cluster": None if job.cluster is None else asdict(job.cluster),
+        "seed": job.config.seed,
+        "config": job.config.model_dump(mode="json"),
+        "device": describe_device(device, job.plan),
+        "tokens_per_step": job.config.batch * job.config.sequence,
+        "loss_unit": loss_unit,
+        "new_parameters": list(new_parameters(model)),
+    }
+
+
+_STEPS = 5
+"""Steps that a signal asks for."""
+_EVENTS = 1_000_000
+"""Most changes of memory that are kept."""
+
+
+@final
+class Profiling:
+    """Profile steps of a rank. A failure costs the profile, not the training.
+
+    SIGUSR2 asks for the next five steps, until `close`.
+
+    Args:
+        steps: The first and the last step to profile; None for none.
+        folder: Folder for the traces.
+        rank: The global rank.
+        device: Device on which this rank computes.
+        marks: The marks of the rank's recorder.
+        memory: Whether the history of a GPU's memory is kept too.
+        say: Called with one line about each profile.
+    """
+
+    def __init__(
+        self,
+        steps: tuple[int, int] | None,
+        folder: Path,
+        rank: int,
+        device: torch.device,
+        marks: Marks,
+        *,
+        memory: bool,
+        say: Callable[[str], object],
+    ) -> None:
+        self._steps = steps
+        self._folder = folder
+        self._rank = rank
+        self._device = device
+        self._marks = marks
+        self._keeps_memory = memory and device.type == "cuda"
+        self._say = say
+        self._is_asked = False
+        self._running: profile | None = None
+        self._first = self._last = self._made = 0
+        self._marks_before = marks.new
+        self._handler_before = None
+        self._heeds = threading.current_thread() is threading.main_thread()
+        if self._heeds:
+            self._handler_before = signal.signal(signal.SIGUSR2, self._ask)
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Return the context of a step, from 1; it is profiled if it was asked for."""
+        self._begin_if_asked(number)
+        if self._running is None:
+            yield
+            return
+        self._made = number
+        with record_function(f"step {number}"):
+            yield
+        if number >= self._last:
+            self._end()
+
+    def close(self) -> None:
+        """End a profile that is still running, and give the signal back."""
+        if self._running is not None:
+            self._end()
+        if self._heeds:
+            self._heeds = False
+            signal.signal(signal.SIGUSR2, self._handler_before or signal.SIG_IGN)
+
+    def _ask(self, number: int, frame: FrameType | None) -> None:
+        self._is_asked = True
+
+    def _begin_if_asked(self, number: int) -> None:
+        if self._running is not None:
+            return
+        if self._steps is not None and self._steps[0] <= number <= self._steps[1]:
+            self._last = self._steps[1]
+        elif self._is_asked:
+            self._last = number + _STEPS - 1
+        else:
+            return
+        self._is_asked, self._first = False, number
+        with self._failing_quietly():
+            is_cuda = self._device.type == "cuda"
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if is_cuda else [])]
+            running = profile(activities=activities, record_shapes=True)
+            running.start()
+            self._running = running
+            self._marks_before, self._marks.new = self._marks.new, record_function
+            if self._keeps_memory:
+                torch.cuda.memory._record_memory_history(max_entries=_EVENTS)
+
+    def _end(self) -> None:
+        running, self._running = self._running, None
+        self._marks.new = self._marks_before
+        assert running is not None
+        with self._failing_quietly():
+            running.stop()
+            self._folder.mkdir(parents=True, exist_ok=True)
+            stem = f"rank-{self._rank:05d}-steps-{self._first}-{self._made}"
+            running.export_chrome_trace(str(self._folder / f"{stem}.json.gz"))
+            if self._keeps_memory:
+                torch.cuda.memory._dump_snapshot(str(self._folder / f"{stem}-memory.pickle"))
+                torch.cuda.memory._record_memory_history(enabled=None)
+            self._say(f"steps {self._first} to {self._made} are profiled in {self._folder}")
+
+    @contextlib.contextmanager
+    def _failing_quietly(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, OSError) as error:
+            self._steps = None
+            self._say(f"the profile of steps {self._first} to {self._last} failed: {error}")
 
 
 class Regroup(Exception):  # noqa: N818, it tells of no error

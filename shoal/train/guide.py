@@ -28,8 +28,7 @@ from shoal.parallel import GuidedUpdates, Parallel
 from shoal.plan import Exchange, Plan
 from shoal.planner import DENSE, Conditions, Tried
 from shoal.run import Decision
-from shoal.train.choice import AFTER, REVIEW, Choices
-from shoal.train.guards import HeldOutValues, Watch, compared, stray_of
+from shoal.train.choice import AFTER, REVIEW, Choices, HeldOutValues, Watch, compared, stray_of
 from shoal.train.measured_exchange import Link, OwnGradient, conditions_of, measure_codecs, measure_link
 from shoal.train.snapshot import Snapshot
 from shoal.train.stepping import Made, Stepping

@@ -27,7 +27,7 @@ from shoal.checkpoint import (
     staging_path,
     step_of,
 )
-from shoal.collectives.interface import split_address
+from shoal.collectives.options import split_address
 from shoal.errors import CheckpointError, CommunicationError, CorruptCheckpointError
 from shoal.launch import MANIFEST, PEER, TOKEN_FILE, Held, Peer, held_in, is_there, read_token
 from shoal.run.writer import Claiming

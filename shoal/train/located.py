@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.data.table import PREFIX, absolute_reference
+from shoal.data.sources import PREFIX, absolute_reference
 from shoal.errors import ModelError
 from shoal.models import add_adapters, build, can_read_in_parts
 from shoal.train.config import TrainConfig

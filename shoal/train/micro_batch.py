@@ -26,6 +26,12 @@ Plan cuts these, the labels are shifted here, and `next_token_loss` computes an 
 The number of elements in a mean loss: integer targets count if they are not -100, except the first label of a
 sample if the model's own loss leaves it out; with all other targets each sample counts as one. `counted`
 overrides this.
+
+Whether a user's loss of whole samples is the mean of its losses of parts: asked before the first step.
+
+Context parallelism gives a rank a part of each sample. A loss that shifts the targets by itself, sums, or
+weighs classes is another one then. So it is computed of random outputs in the form of the model's: once of
+whole samples, and once of each rank's part, weighed by the targets that count.
 """
 
 from __future__ import annotations
@@ -36,18 +42,24 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, final
 
+import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
-from shoal.data import Packed
+from shoal.data import Packed, Samples, fetch, key_of
+from shoal.data.permutation import generators_put_aside
 from shoal.errors import ModelError
 from shoal.models import next_token_loss
 from shoal.models.loss import IGNORED, cross_entropy
-from shoal.models.nested import map_tensors, tensors_in
+from shoal.models.task import map_tensors, tensors_in
 from shoal.parallel import Parallel
+from shoal.parallel.context.positions import local_sequence, whole_sequence
+from shoal.parallel.division_probe import ignores_first_label
 from shoal.parallel.documents import DocumentsGuard
-from shoal.parallel.loss_probe import ignores_first_label
+from shoal.parallel.pipeline.outputs import plain_output
+from shoal.record import NullRecorder, Recorder
+from shoal.timeline import Kind, Lane
 
 _MASK = "attention_mask"
 _POSITIONS = "position_ids"
@@ -333,3 +345,117 @@ def _shifts_labels(model: nn.Module) -> bool:
     if not hasattr(model, "loss_type") or getattr(config, "is_encoder_decoder", False):
         return False
     return getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss"
+
+
+@final
+class Inputs:
+    """Move micro-batches to a device, on a GPU by a stream of their own.
+
+    The copies run beside the compute that the device still has to do, from pinned memory: from ordinary
+    memory the driver copies at a twentieth of the rate, and the host waits for it.
+
+    Args:
+        device: Device on which this rank computes.
+        recorder: Recorder of the spans of copies, and on a GPU of compute's wait for them.
+    """
+
+    def __init__(self, device: torch.device, recorder: Recorder | None = None) -> None:
+        self._device = device
+        self._recorder = NullRecorder() if recorder is None else recorder
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def move(self, micro_batch: MicroBatch) -> MicroBatch:
+        """Return the micro-batch on the device; work that is enqueued from now on may use it."""
+        if self._stream is None:
+            with self._recorder.span(Kind.COPY, "inputs"):
+                return micro_batch.map(lambda tensor: tensor.to(self._device, non_blocking=True))
+        current = torch.cuda.current_stream(self._device)
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.device.type != "cpu":
+                return tensor
+            # torch's allocator keeps the pinned copy until the device has read it, and uses it again.
+            copy = tensor.pin_memory().to(self._device, non_blocking=True)
+            copy.record_stream(current)  # its memory is not given away while that stream uses it
+            return copy
+
+        copying = self._recorder.span(Kind.COPY, "inputs", lane=Lane.COPY)
+        with torch.cuda.stream(self._stream), copying:
+            moved = micro_batch.map(copied)
+        with self._recorder.span(Kind.DATA_WAIT, "inputs"):
+            current.wait_stream(self._stream)
+        return moved
+
+
+_EQUAL = 1e-4
+"""Rounding moves a mean in fp32 by less than this share of it."""
+
+
+def require_divided_loss(parallel: Parallel, reader: Reader, samples: Samples[Any], seed: int) -> None:
+    """Check a user's loss on the first sample, if context parallelism cuts it; all ranks call this together.
+
+    A loss that cannot be computed of random outputs passes.
+
+    Args:
+        parallel: The model as it is laid over the ranks.
+        reader: Makes micro-batches, with the loss.
+        samples: The samples.
+        seed: The run's seed.
+
+    Raises:
+        ModelError: The loss of parts differs from that of whole samples.
+    """
+    axes, device, plan = parallel.axes, parallel.device, parallel.plan
+    if axes.cp.size == 1 or reader.is_default_loss:
+        return
+    was_training = parallel.module.training
+    parallel.module.eval()
+    with generators_put_aside(), torch.no_grad():
+        batch = fetch(samples, np.arange(1), lambda: [key_of(seed, 0, 0)])
+        read = Inputs(device).move(reader.read(batch, parallel, 1, all_count=False))
+        output = plain_output(parallel.evaluate(*read.arguments, **read.named))
+    parallel.module.train(was_training)
+    length = 0 if read.first is None or read.first.dim() < 2 else read.first.shape[1]
+
+    def is_part(tensor: Tensor) -> bool:
+        return tensor.dim() > 1 and tensor.shape[1] == length
+
+    def drawn(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        shape = list(tensor.shape)
+        if is_part(tensor):
+            shape[1] *= axes.cp.size
+        return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device)
+
+    def gathered(tensor: Tensor) -> Tensor:
+        return whole_sequence(tensor.contiguous(), axes.cp, plan.context) if is_part(tensor) else tensor
+
+    def own(tensor: Tensor) -> Tensor:
+        is_whole = tensor.dim() > 1 and tensor.shape[1] == length * axes.cp.size
+        return local_sequence(tensor, axes.cp, plan.context) if is_whole else tensor
+
+    differs = torch.zeros(1, device=device)
+    if output is not None and read.loss is not None:
+        whole, targets = map_tensors(drawn, output), map_tensors(gathered, read.targets)
+        sums = torch.zeros(3, dtype=torch.float64, device=device)
+        expected = torch.zeros((), dtype=torch.float64, device=device)
+        with generators_put_aside(), torch.no_grad():
+            try:
+                expected += read.loss(whole, targets)
+                part = read.loss(map_tensors(own, whole), read.targets) if read.counted else 0.0
+                sums[0] += part * read.counted
+                sums[1] += read.counted
+            except Exception:  # the loss takes no such outputs
+                sums[2] = 1.0
+        axes.cp.all_reduce(sums, "probe").wait()
+        found = sums[0] / sums[1]
+        differs += float(not sums[2] and abs(found - expected) > _EQUAL * abs(expected))
+    axes.world.all_reduce(differs, "probe").wait()
+    if differs:
+        raise ModelError(
+            f"cp={axes.cp.size} was given, and the loss of parts of a sample differs from that of the whole",
+            possible="a loss that is the mean over positions, of targets that are already shifted; with "
+            "counted=, if it does not count the targets that are not -100 alike",
+            change="shift the targets in the data, give counted= for weights, or leave out cp",
+        )

@@ -28,7 +28,7 @@ from shoal.checkpoint import (
 from shoal.checkpoint import save as write_pieces
 from shoal.errors import CheckpointError
 from shoal.parallel import Parallel
-from shoal.parallel.optimizer.step_count import require_equal_steps
+from shoal.parallel.optimizer.optimizers import require_equal_steps
 from shoal.record import NullRecorder
 from shoal.train.arguments import require_laid_out
 from shoal.train.checkpointer import Checkpointer

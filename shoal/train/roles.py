@@ -20,7 +20,7 @@ from typing import Any, final
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from shoal.collectives.interface import address_towards
+from shoal.collectives.options import address_towards
 from shoal.errors import RunError
 from shoal.launch import EXIT_STOPPED, StopSignal, World, meet
 from shoal.record import AppendFile

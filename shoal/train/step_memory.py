@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shoal.models.blocks import find_blocks
+from shoal.models.task import find_blocks
 from shoal.parallel import Parallel, local_part
-from shoal.parallel.device_memory import memory_of_steps
+from shoal.parallel.place import memory_of_steps
 from shoal.record import LiveStorages, MappedFiles, spanned
 from shoal.run import OUTSIDE, MeasuredMemory, UnitMemory, write_memory
 

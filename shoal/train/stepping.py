@@ -13,13 +13,12 @@ from shoal.errors import ModelError
 from shoal.models import mixtures_of
 from shoal.parallel import Axis, Parallel, Replicas
 from shoal.parallel.exchange.worker_exchange import Progress, Turn, WorkerExchange
-from shoal.parallel.optimizer.norm import GradientNorm
+from shoal.parallel.optimizer.optimizers import GradientNorm
 from shoal.record import Recorder
 from shoal.timeline import Kind
-from shoal.train.buffers import ChangingBuffers
 from shoal.train.learning_rate import RateCourse
 from shoal.train.passes import Asked, Passed, Passes
-from shoal.train.randomness import begin_anew
+from shoal.train.snapshot import ChangingBuffers, begin_anew
 from shoal.train.update import Update
 
 

@@ -20,34 +20,29 @@ from shoal.errors import ConfigError
 from shoal.models import Transformer
 from shoal.parallel import Batch, Parallel, Replicas, own_device, parallelize, plan_of
 from shoal.parallel.compiled import compiled, uncompiled
-from shoal.parallel.device_memory import limit_logits
 from shoal.parallel.exchange.worker_exchange import exchange_of
+from shoal.parallel.place import limit_logits
 from shoal.plan import Plan, SettledPlan
 from shoal.record import NullRecorder, Recorder
 from shoal.run import Decision
 from shoal.server import Servers
 from shoal.train.arguments import require_arguments
-from shoal.train.buffers import ChangingBuffers
 from shoal.train.checkpointer import Begun, Checkpointer, Told
 from shoal.train.compiling import with_compile
 from shoal.train.config import OptimizerConfig
-from shoal.train.curvature import Curvature
-from shoal.train.divided_loss import require_divided_loss
-from shoal.train.evaluate import Evaluation, Evaluator
+from shoal.train.evaluate import Evaluation, Evaluator, HeldOut, accuracy, values_on
 from shoal.train.guide import guide_of
-from shoal.train.held_out import HeldOut, accuracy, values_on
 from shoal.train.learning_rate import RateCourse
-from shoal.train.micro_batch import Loss, Reader, TrainingData
-from shoal.train.not_finite import Explainer, Skips, Unsettled
+from shoal.train.micro_batch import Loss, Reader, TrainingData, require_divided_loss
 from shoal.train.optimizer import Optimization, build_optimizer
 from shoal.train.passes import Asked, Passes
-from shoal.train.randomness import begin_anew
 from shoal.train.result import Callbacks, StepResult
 from shoal.train.run_writer import RunWriter, writer_of_trainer
-from shoal.train.served import plan_of_ranks, serve_optimizer, stale_guard_of
+from shoal.train.served import Curvature, plan_of_ranks, serve_optimizer, stale_guard_of
+from shoal.train.snapshot import ChangingBuffers, begin_anew
 from shoal.train.stepping import Stepping
 from shoal.train.training_state import TrainingState
-from shoal.train.update import Update
+from shoal.train.update import Explainer, Skips, Unsettled, Update
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ from shoal.errors import CheckpointError
 from shoal.parallel import Parallel, Replicas, title_of
 from shoal.parallel.exchange.worker_exchange import STEPS, exchange_of
 from shoal.train.put_off import are_put_off, note_loaded
-from shoal.train.randomness import begin_anew, random_state, set_random_state
+from shoal.train.snapshot import begin_anew, random_state, set_random_state
 from shoal.train.state import (
     ToLoad,
     differing_buffers,

@@ -5,10 +5,9 @@ The tables may be published or your own. `validate` reads a table and returns a 
 Imports no torch.
 """
 
-from shoal.validate.accuracy import Accuracy, Comparison, accuracy_of
+from shoal.validate.cells import Accuracy, Comparison, accuracy_of
 from shoal.validate.collectives import MeasuredCollective, read_collectives
-from shoal.validate.layers import MeasuredLayer, read_layers
-from shoal.validate.operations import MeasuredOperation, read_operations
+from shoal.validate.operations import MeasuredLayer, MeasuredOperation, read_layers, read_operations
 from shoal.validate.predictions import is_fitted, published_workload, validate
 from shoal.validate.steps import Measured, read_table
 

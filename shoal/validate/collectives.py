@@ -17,8 +17,7 @@ from shoal.cluster import PRESETS, Cluster
 from shoal.cluster.tables import matching
 from shoal.errors import ClusterError
 from shoal.units import format_bytes
-from shoal.validate.accuracy import Comparison
-from shoal.validate.cells import Refuse, Row, Table, count, measured, strictly, word
+from shoal.validate.cells import Comparison, Refuse, Row, Table, count, measured, strictly, word
 
 LEAST_BYTES = 64 * 1024
 """Smaller buffers of platforms are left out: their times measure the host."""

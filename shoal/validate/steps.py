@@ -1,23 +1,132 @@
-"""Tables of measured training steps, such as papers publish: one row is one model on one machine."""
+"""Tables of measured training steps, such as papers publish: one row is one model on one machine.
+
+The machine that a row of a table names, as far as it is named.
+
+Published programs compute in fp8 with degrees that a Plan in fp8 refuses. So these rows have Plans in bf16,
+and their device has the rates of products in fp8: these run at that type's peak, and a tile takes as many
+seconds to begin and end as in 16 bit. Attention and passes over memory take as long as in bf16.
+"""
 
 from __future__ import annotations
 
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shoal.errors import PlanError
+from shoal.cluster import Cluster, Device
+from shoal.errors import ClusterError, PlanError
 from shoal.plan import CHOICES, FULLY_SHARDED, SHARDINGS, UNSHARDED, Plan, SettledPlan, divisors
 from shoal.plan.stages import split_by_count
-from shoal.validate.ages import attention_of, year_of
-from shoal.validate.cells import Refuse, Row, Table, count, measured, strictly, word
+from shoal.validate.cells import (
+    ATTENTIONS,
+    PRECISIONS,
+    RECOMPUTES,
+    SHARDING_NAMES,
+    Refuse,
+    Row,
+    Table,
+    attention_of,
+    count,
+    measured,
+    spelled,
+    strictly,
+    with_attention,
+    word,
+    year_of,
+)
 from shoal.validate.programs import COMPILED, Program, as_trained, kernels_of_cast, program_of
-from shoal.validate.shapes import EXPERT_COLUMNS, SHAPE_COLUMNS, flag, shape_of
-from shoal.validate.spellings import ATTENTIONS, PRECISIONS, RECOMPUTES, SHARDING_NAMES, spelled
-from shoal.workload import ModelShape
+from shoal.workload import ModelShape, shape, shape_names
+
+_FLAGS = {
+    **dict.fromkeys(("0", "0.0", "false", "no", "n", "off"), 0),
+    **dict.fromkeys(("1", "1.0", "true", "yes", "y", "on"), 1),
+}
+
+
+def flag(cell: str) -> int:
+    """Read yes or no, as 1 or 0."""
+    found = _FLAGS.get(cell.lower())
+    if found is None:
+        raise ValueError("0 or 1")
+    return found
+
+
+def _some(cell: str) -> int:
+    """Read a whole number of at least 0."""
+    return 0 if cell == "0" else count(cell)
+
+
+EXPERT_COLUMNS: Mapping[str, Callable[[str], Any]] = {
+    "head_dim": count,
+    "experts": count,
+    "experts_per_token": count,
+    "expert_ffn": count,
+    "shared_experts": _some,
+    "dense_layers": _some,
+}
+"""Columns of models with experts, and of those whose heads do not divide the hidden state."""
+
+SHAPE_COLUMNS: Mapping[str, Callable[[str], Any]] = {
+    "model": word(),
+    "layers": count,
+    "hidden": count,
+    "ffn": count,
+    "heads": count,
+    "kv_heads": count,
+    "vocab": count,
+    "seq": count,
+    "gated_mlp": flag,
+    **EXPERT_COLUMNS,
+}
+"""The columns that describe the model, with a reader for their cells."""
+
+
+def shape_of(row: Row) -> ModelShape:
+    """Return the model's shape; unstated settings are as in most models of its kind, GPT's or Llama's."""
+    hidden = row["hidden"]
+    heads = row["heads"] or max(1, hidden // (128 if hidden >= 2048 else 64))
+    gated = row["gated_mlp"]
+    if gated is None:
+        gated = (row["kv_heads"] or heads) < heads or (row["ffn"] or 4 * hidden) != 4 * hidden
+    if heads % (row["kv_heads"] or 1):
+        row.refuse(
+            f"has {heads} heads and {row['kv_heads']} key-value heads",
+            possible="kv_heads that divide the heads",
+        )
+    name = row["model"] or "transformer"
+    found = ModelShape(
+        name=name,
+        layers=row["layers"],
+        hidden=hidden,
+        ffn=row["ffn"] or (round(8 * hidden / 3 / 256) * 256 if gated else 4 * hidden),
+        heads=heads,
+        kv_heads=row["kv_heads"],
+        vocab=row["vocab"] or (32000 if gated else 51200),
+        seq=row["seq"],
+        gated=bool(gated),
+        rotary=bool(gated),
+        biases=not gated,
+        dropout=row["attention"] == "unfused",
+        fused_attention=row["attention"] != "unfused",
+        head_dim=row["head_dim"],
+    )
+    return _with_experts(row, found.replace(latent=shape(name).latent) if name in shape_names() else found)
+
+
+def _with_experts(row: Row, found: ModelShape) -> ModelShape:
+    """Return the shape with the row's experts; every layer has some, unless the row says otherwise."""
+    if row["experts"] is None:
+        return found
+    return found.replace(
+        experts=row["experts"],
+        experts_per_token=row["experts_per_token"] or 2,
+        expert_ffn=row["expert_ffn"],
+        shared_experts=row["shared_experts"] or 0,
+        dense_layers=row["dense_layers"] or 0,
+    )
 
 
 def _degree(cell: str) -> int:
@@ -293,3 +402,52 @@ def _tensor(row: Row, tp: int) -> str:
     if tp == 1 or (row["sequence_parallel"] != 0 and re.search("vanilla ?TP", row["note"] or "")):
         return "sequence"
     return "plain" if row["sequence_parallel"] == 0 else "async"
+
+
+def machine_of(row: Measured, measured: Cluster | None = None) -> Cluster:
+    """Return the Cluster that a row was measured on.
+
+    Args:
+        row: A row of a table.
+        measured: The machines of all rows, in place of those that the row names.
+
+    Raises:
+        ClusterError: Its device is unknown, does not compute in the row's type, or its nodes are not whole.
+    """
+    if measured is not None:
+        return measured.with_devices(row.plans[0].ranks)
+    cluster = published_cluster(row.line, row.device, row.plans[0].ranks, row.devices_per_node, row.network)
+    if row.products not in cluster.device.peak:
+        raise ClusterError(
+            f"line {row.line}: {cluster.device.name} has no known FLOP rate in {row.products}",
+            possible=", ".join(cluster.device.peak),
+            change="correct the device or the precision",
+        )
+    device = with_attention(cluster.device, row.attention)
+    return cluster.replace(device=_in_fp8(device) if row.products == "fp8" else device)
+
+
+def _in_fp8(device: Device) -> Device:
+    """Return the device with the rates of products in fp8 in place of those in bf16."""
+    faster = device.peak["fp8"] / device.peak["bf16"]
+    return replace(
+        device,
+        peak={**device.peak, "bf16": device.peak["fp8"]},
+        product_share=device.fp8_share or device.product_share,
+        tile_bandwidth=2 * device.fp8_tile_bandwidth,
+        product_depth=device.product_depth * faster,
+        attention_share=device.attention_share / faster,
+        attention_backward_share=device.attention_backward_share / faster,
+    )
+
+
+def published_cluster(
+    line: int, device: str, devices: int, devices_per_node: int | None, network: float | None
+) -> Cluster:
+    """Return a Cluster as `Cluster.assemble` does, with errors that name a line of a table."""
+    try:
+        return Cluster.assemble(device, devices, devices_per_node, network)
+    except ClusterError as error:
+        raise ClusterError(
+            f"line {line}: {error.given}", possible=error.possible, change=error.change
+        ) from None

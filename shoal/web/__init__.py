@@ -5,9 +5,8 @@ answers browsers of this machine that have the token; `export` writes the pages 
 are in `static/`: modules without a build step, which make no HTML from text. Called by `shoal web`.
 """
 
+from shoal.web.app import Folder, is_loopback, serve
 from shoal.web.export import export
-from shoal.web.folder import Folder
 from shoal.web.pages import PAGES, Page
-from shoal.web.serve import is_loopback, serve
 
 __all__ = ["PAGES", "Folder", "Page", "export", "is_loopback", "serve"]

@@ -10,9 +10,8 @@ from shoal.errors import ShoalError
 from shoal.run import speed_of
 from shoal.simulate import Prediction
 from shoal.timeline import Breakdown, RankBreakdown, Timeline
-from shoal.web.arrivals import collectives_by_step, lateness
-from shoal.web.query import Query
-from shoal.web.thin import MOST_POINTS, thinned
+from shoal.web.ddp import collectives_by_step, lateness
+from shoal.web.query import MOST_POINTS, Query, thinned
 
 _SERIES = ("loss", "validation_loss", "tokens_per_second")
 MEASURES = (

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from shoal.errors import ConfigError
+from shoal.units import finite
 
 
 @dataclass(frozen=True)
@@ -61,3 +67,38 @@ class Query:
                 change="give such a number",
             )
         return value
+
+
+def encode(data: Any) -> str:
+    """Return data as JSON that a browser reads, also inside of a script element of an HTML page."""
+    return (
+        json.dumps(finite(data), allow_nan=False, separators=(",", ":"))
+        .replace("<", "\\u003c")
+        .replace("\u2028", "\\u2028")
+        .replace("\u2029", "\\u2029")
+    )
+
+
+MOST_POINTS = 2000
+"""Most points that one answer has of all its series together."""
+
+
+def thinned(values: npt.NDArray[np.float64], most: int) -> npt.NDArray[np.int64]:
+    """Return the positions to show, ascending: the least and the greatest value of equal stretches.
+
+    The first and the last position are always among them. Values that are not finite count as gaps, and are
+    left out.
+
+    Args:
+        values: The series, `[n]`.
+        most: Most positions to return, 4 or more.
+    """
+    finite = np.flatnonzero(np.isfinite(values))
+    if len(finite) <= most:
+        return finite
+    stretches = np.array_split(finite, (most - 2) // 2)
+    chosen = {int(finite[0]), int(finite[-1])}
+    for stretch in stretches:
+        inside = values[stretch]
+        chosen |= {int(stretch[inside.argmin()]), int(stretch[inside.argmax()])}
+    return np.array(sorted(chosen), dtype=np.int64)

@@ -9,8 +9,7 @@ from shoal.diagnosis.run_follower import RunFollower
 from shoal.errors import ShoalError
 from shoal.simulate import Prediction, mark_bubbles
 from shoal.timeline import Kind, Lane, Span, Timeline
-from shoal.web.query import Query
-from shoal.web.thin import MOST_POINTS
+from shoal.web.query import MOST_POINTS, Query
 
 _LANES = (Lane.COMPUTE, Lane.COMMUNICATION, Lane.COPY, Lane.HOST)
 _HIDDEN = (Kind.STEP, Kind.HELD_STEP)

@@ -6,12 +6,22 @@ model and the planner use it.
 """
 
 from shoal.workload.adapters import with_adapters
-from shoal.workload.model_shape import Latent, ModelShape
-from shoal.workload.operation import Attention, Keep, Operation, Part, Pass, Product, Saved
-from shoal.workload.presets import shape, shape_names, transformer_shape
-from shoal.workload.text import from_json, to_json
+from shoal.workload.model_shape import Latent, ModelShape, shape, shape_names, transformer_shape
 from shoal.workload.transformer import compilable_workload_of, workload_of
-from shoal.workload.workload import Block, Parameters, Workload
+from shoal.workload.workload import (
+    Attention,
+    Block,
+    Keep,
+    Operation,
+    Parameters,
+    Part,
+    Pass,
+    Product,
+    Saved,
+    Workload,
+    from_json,
+    to_json,
+)
 
 __all__ = [
     "Attention",

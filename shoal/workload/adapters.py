@@ -20,8 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from shoal.workload.operation import Keep, Operation, Part, Pass, Product, Saved
-from shoal.workload.workload import Block, Parameters, Workload
+from shoal.workload.workload import Block, Keep, Operation, Parameters, Part, Pass, Product, Saved, Workload
 
 _LAYERS = {
     "query, key, value": ("query", "key", "value"),

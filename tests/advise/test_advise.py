@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from shoal.advise import Known, advices
-from shoal.advise.split import split_advice
+from shoal.advise.advices import split_advice
 from shoal.cluster import Cluster
 from shoal.cost import Costs
 from shoal.plan import Plan, SettledPlan

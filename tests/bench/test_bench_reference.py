@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.bench import COLLECTIVES, DTYPES, OPERATORS, Row, ratio, reference
+from shoal.bench import COLLECTIVES, DTYPES, OPERATORS, Row, ratio
+from shoal.bench import collective as reference
 
 COMBINE = {"sum": operator.add, "avg": operator.add, "min": min, "max": max, "product": operator.mul}
 

@@ -7,8 +7,7 @@ import sys
 import pytest
 
 from shoal.bench import Row
-from shoal.bench.plot import plot, require_plot
-from shoal.bench.table import heading, line
+from shoal.bench.report import heading, line, plot, require_plot
 from shoal.errors import ConfigError, MissingExtraError
 
 

@@ -18,13 +18,13 @@ from shoal.check.trace import RankTrace
 from shoal.data import Loader
 from shoal.models import Mixture
 from shoal.models.experts import within_capacity
-from shoal.models.nested import map_tensors
+from shoal.models.task import map_tensors
 from shoal.parallel import Axis, GradientNorm, Parallel
+from shoal.parallel.communication import Striped
 from shoal.parallel.context import context
 from shoal.parallel.context.positions import POSITIONS
-from shoal.parallel.data.update import WeightUpdate
+from shoal.parallel.data.resident import WeightUpdate
 from shoal.parallel.expert import expert
-from shoal.parallel.striped import Striped
 from shoal.plan import Plan, SettledPlan
 
 MEASURED: dict[Any, Any] = {}

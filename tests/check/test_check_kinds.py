@@ -16,7 +16,7 @@ from torch import nn
 
 from shoal.check import Comparison, Trial
 from shoal.check.reference import Reference, Sums
-from shoal.check.samples import RandomTokens
+from shoal.check.trial import RandomTokens
 from shoal.errors import ModelError
 from shoal.models.tiny_hugging_face import causal, kind_of, kinds, masked
 from shoal.parallel import DocumentsGuard

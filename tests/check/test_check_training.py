@@ -10,8 +10,7 @@ from comparison_stand_ins import SHAPE, check, groups_after_plans, make_trial
 
 from shoal.check import Tolerance
 from shoal.check.distributed import Fragment, copies
-from shoal.check.reference import Reference, Sums
-from shoal.check.tolerance import relative, vector_deviation
+from shoal.check.reference import Reference, Sums, relative, vector_deviation
 from shoal.check.trial import OPTIMIZER
 from shoal.data import Loader
 from shoal.errors import ConfigError, ModelError

@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 
 from shoal.checkpoint import SingleProcess, latest, load, read_manifest, save, verify
 from shoal.checkpoint.dcp import from_dcp, to_dcp
+from shoal.checkpoint.directory import newest_sound
 from shoal.checkpoint.load import load_verified
 from shoal.checkpoint.manifest import FileRecord
-from shoal.checkpoint.reader import ShardReader
-from shoal.checkpoint.verify import newest_sound
+from shoal.checkpoint.shard import ShardReader
 from shoal.errors import CorruptCheckpointError
 
 SHARD = "rank-00000.safetensors"

@@ -202,7 +202,7 @@ def test_a_writer_that_wakes_after_another_took_over_commits_nothing(
     monkeypatch.setattr("shoal.run.writer._LEASE", 0.0)
 
     def save_elsewhere(directory: Path, place: int) -> None:
-        monkeypatch.setattr("shoal.run.claim.boot_id", lambda: "another one")
+        monkeypatch.setattr("shoal.run.writer.boot_id", lambda: "another one")
         pause = lambda: os.kill(os.getpid(), signal.SIGSTOP)  # noqa: E731
         save_next_step(directory, StoppingFiles(place, pause, grain=1 << 20))
 

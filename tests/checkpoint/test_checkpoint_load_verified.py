@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rank_stand_ins import on_ranks
 
 from shoal.checkpoint import Coordinator, Piece, Region, SingleProcess, load_verified, read_together, save
-from shoal.checkpoint.reader import HashedPass, ShardReader
+from shoal.checkpoint.shard import HashedPass, ShardReader
 from shoal.errors import CheckpointError, CorruptCheckpointError, TrainingError
 
 STATE = {

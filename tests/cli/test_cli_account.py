@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from shoal.cli.main import main
-from shoal.cli.watch_drawn import drawn
+from shoal.cli.watch import drawn
 from shoal.cluster import Cluster
 from shoal.diagnosis.run_follower import RunFollower
 from shoal.run import Run, account, write_event

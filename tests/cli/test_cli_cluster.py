@@ -10,7 +10,7 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.cluster import PRESETS, Calibrated, Cluster, Device, Host, Level, Power, Prices
-from shoal.cluster.keys import keys_of
+from shoal.cluster.tables import keys_of
 from shoal.plan import Plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "cluster"))

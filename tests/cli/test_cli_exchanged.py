@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.cli.exchanged import exchanged_summary, exchanged_text
+from shoal.cli.report import exchanged_summary, exchanged_text
 from shoal.plan import Plan
 from shoal.timeline import Kind, Lane, Purpose, Span, Timeline
 

@@ -13,7 +13,7 @@ from shoal.cost import memory_of
 from shoal.cost.time import workload_on
 from shoal.plan import Plan, SettledPlan
 from shoal.run import Run, UnitMemory
-from shoal.run.memory import MeasuredMemory, read_memory, write_memory
+from shoal.run.directory import MeasuredMemory, read_memory, write_memory
 from shoal.workload import shape
 
 PLAN = "dp=2,tp=2,pp=2,shard=zero1,precision=bf16"

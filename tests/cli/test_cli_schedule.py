@@ -14,12 +14,10 @@ import pytest
 from shoal.cli.main import main
 from shoal.models import build
 from shoal.parallel import Batch
-from shoal.parallel.pipeline.pieces import cut_pieces
-from shoal.parallel.pipeline.stage_split import CORES, costs_on_device, settled_on_device
+from shoal.parallel.pipeline.pieces import CORES, costs_on_device, cut_pieces, settled_on_device
 from shoal.plan import Plan
 from shoal.plan.schedules import NAMES, Times, make, play
-from shoal.plan.schedules.draw import draw
-from shoal.plan.schedules.text import picture
+from shoal.plan.schedules.draw import draw, picture
 from shoal.plan.stages import parse_split, ranges_of
 
 GUIDE = Path(__file__).resolve().parent.parent.parent / "docs" / "guides" / "schedule.md"

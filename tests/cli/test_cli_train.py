@@ -16,7 +16,7 @@ from shoal.cli.train import _how_to_go_on
 from shoal.run import Run
 from shoal.run.writer import claimed
 from shoal.testing import RankPool
-from shoal.train.live import summary
+from shoal.train.result import summary
 
 PROGRAM = [sys.executable, "-m", "shoal"]
 STEPS = 6

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from shoal.cli.main import main
-from shoal.cli.watch_drawn import drawn, sparkline
+from shoal.cli.watch import drawn, sparkline
 from shoal.diagnosis import verdict
 from shoal.diagnosis.run_follower import RunFollower
 from shoal.run import Run, metrics_line

@@ -6,7 +6,7 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.diagnosis import Cause
-from shoal.diagnosis.cause import PHASES
+from shoal.diagnosis.own_work import PHASES
 from shoal.errors import RunError
 from shoal.run import Run
 from shoal.testing.delays import Delay, Jitter, Layout, delayed_timeline

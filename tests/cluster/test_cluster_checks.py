@@ -9,10 +9,10 @@ from hypothesis import given
 from test_cluster_files import CLUSTERS
 
 from shoal.cluster import PRESETS, Calibrated, Cluster, Device, Host, Level, Part, Power, Prices
-from shoal.cluster.derived import derived
-from shoal.cluster.description import commented_toml
-from shoal.cluster.keys import keys_of
+from shoal.cluster.device import commented_toml
+from shoal.cluster.money import derived
 from shoal.cluster.plausible import implausible
+from shoal.cluster.tables import keys_of
 from shoal.errors import ClusterError
 
 TABLES = (Calibrated, Cluster, Device, Host, Level, Part, Power, Prices)

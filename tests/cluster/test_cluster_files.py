@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.cluster import PRESETS, Cluster, Device, Host, Level
-from shoal.cluster.description import toml_of
+from shoal.cluster.device import toml_of
 from shoal.errors import ClusterError
 
 RATES = st.floats(1e6, 1e18)

@@ -9,8 +9,7 @@ from topologies import matrix, nccl_xml, switched
 
 from shoal.cluster import Cluster, Device
 from shoal.cluster.tables import table
-from shoal.cluster.topology import cluster_of
-from shoal.cluster.topology_files import read_topology
+from shoal.cluster.topology import cluster_of, read_topology
 from shoal.errors import ClusterError
 
 # Links of each device of a DGX-1V: a hybrid cube, in which 6 links lead to 4 others.

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from shoal.collectives.device_copies import DeviceCopies
 from shoal.collectives.device_memory import CudaMemory
+from shoal.collectives.host_buffers import DeviceCopies
 
 
 class Event:

@@ -22,7 +22,7 @@ from late_device import LateMemory
 from torch.distributed.distributed_c10d import ReduceOp
 
 from shoal.collectives import Stripes, one_device
-from shoal.collectives.device_copies import DeviceCopies
+from shoal.collectives.host_buffers import DeviceCopies
 from shoal.collectives.staging import Staging
 from shoal.errors import CollectiveError
 

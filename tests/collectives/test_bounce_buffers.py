@@ -28,7 +28,7 @@ from shoal.checkpoint import (
     verify,
 )
 from shoal.checkpoint.files import Chunks
-from shoal.collectives.bounce_buffers import BounceBuffers
+from shoal.collectives.host_buffers import BounceBuffers
 from shoal.errors import CorruptCheckpointError
 from shoal.train.snapshot import Snapshot
 

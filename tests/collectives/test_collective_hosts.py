@@ -10,7 +10,7 @@ import torch.distributed as dist
 from collective_cases import run_cases
 
 from shoal.collectives import Options
-from shoal.collectives.interface import address_towards, find_interface_address
+from shoal.collectives.options import address_towards, find_interface_address
 from shoal.errors import ConfigError
 from shoal.testing import RankPool
 from shoal.testing.hosts import Hosts, enter_host, why_no_hosts

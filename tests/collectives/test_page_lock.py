@@ -14,16 +14,15 @@ from cuda_runtime_stand_in import CudaRuntime
 
 import shoal
 from shoal.checkpoint import Piece, Staging
-from shoal.collectives import page_lock
-from shoal.collectives.host_buffers import HostBuffers
-from shoal.collectives.page_lock import HostPages, lock_pages
-from shoal.parallel.offload import state_file
-from shoal.parallel.offload.state_file import aligned_buffer
+from shoal.collectives import host_buffers
+from shoal.collectives.host_buffers import HostBuffers, HostPages, lock_pages
+from shoal.parallel.offload import storage
+from shoal.parallel.offload.storage import aligned_buffer
 from shoal.plan import GRANULE
 
 PACKAGE = Path(shoal.__file__).parent
 
-OF_TORCH = {"models/expert_products.py", "train/inputs.py", "train/result.py"}
+OF_TORCH = {"models/expert_products.py", "train/micro_batch.py", "train/result.py"}
 """Files that may use torch's own page-locked memory: small tensors that come and go in each step."""
 
 
@@ -46,7 +45,7 @@ def lock_state() -> None:
 @pytest.mark.parametrize("lock", [lock_buffer, lock_staging, lock_state])
 def test_a_refused_lock_is_told_with_its_reason_and_the_next_launch_works(monkeypatch, lock):
     runtime = CudaRuntime(limit=0).install(monkeypatch)
-    monkeypatch.setattr(state_file.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(storage.torch.cuda, "is_available", lambda: True)
     with pytest.warns(UserWarning, match=r"cannot lock .*error 304, error number 304.*ulimit -l"):
         lock()
     runtime.launch()
@@ -70,7 +69,7 @@ class Launches(torch.overrides.TorchFunctionMode):
 
 def test_an_error_is_taken_by_a_launch_where_torch_contains_the_runtime(monkeypatch):
     runtime = CudaRuntime(limit=0).install(monkeypatch)
-    monkeypatch.setattr(page_lock, "_runtime", lambda: None)
+    monkeypatch.setattr(host_buffers, "_runtime", lambda: None)
     pages = HostPages(4096)
     with Launches(runtime):
         assert "error 304" in pages.lock()
@@ -114,7 +113,7 @@ def test_a_second_lock_of_the_same_pages_is_refused_and_harms_nothing(monkeypatc
 @pytest.mark.parametrize("elements", [GRANULE, 5 * GRANULE + 1, (1 << 20) + 1])
 def test_the_pinned_state_of_an_optimizer_takes_no_more_than_its_size(monkeypatch, elements):
     runtime = CudaRuntime().install(monkeypatch)
-    monkeypatch.setattr(state_file.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(storage.torch.cuda, "is_available", lambda: True)
     memory = aligned_buffer(elements, torch.float32, pinned=True)
     wanted = -(-elements // GRANULE) * GRANULE * 4
     assert memory.nbytes == wanted
@@ -146,7 +145,7 @@ def test_only_one_file_registers_memory_and_only_small_tensors_are_pinned_by_tor
         calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
         called = {each.func.attr for each in calls if isinstance(each.func, ast.Attribute)}
         keywords = {keyword.arg for each in calls for keyword in each.keywords}
-        assert name == "collectives/page_lock.py" or not called & {"cudart", "cudaHostRegister"}, name
+        assert name == "collectives/host_buffers.py" or not called & {"cudart", "cudaHostRegister"}, name
         assert name in OF_TORCH or "pin_memory" not in called | keywords, name
 
 
@@ -162,7 +161,7 @@ def test_the_host_s_pages_are_zero_and_of_the_size_that_was_asked_for():
 
 @pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA")
 def test_the_runtime_that_torch_calls_is_found_without_a_gpu():
-    runtime = page_lock._runtime()
+    runtime = host_buffers._runtime()
     assert runtime is not None
     address = ctypes.cast(runtime.cudaGetLastError, ctypes.c_void_p).value
     for line in Path("/proc/self/maps").read_text().splitlines():

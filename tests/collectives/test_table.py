@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.collectives.calibrate import calibrate
-from shoal.collectives.table import Call, Table
-from shoal.collectives.table_file import built_in_table, load_table, save_table
+from shoal.collectives.table import Call, Table, built_in_table, load_table, save_table
 from shoal.cost import ALGORITHMS, COLLECTIVES, AlphaBeta
 from shoal.errors import ConfigError
 

@@ -16,12 +16,12 @@ import shoal
 from shoal.checkpoint import Background as BackgroundSave
 from shoal.checkpoint import Piece, Saver, SingleProcess, Staging
 from shoal.collectives import thread_device
-from shoal.collectives.background import Background
 from shoal.collectives.thread_device import callers_device, on_callers_device
-from shoal.data.prefetch import Prefetcher
+from shoal.collectives.work import Background
+from shoal.data.loader import Prefetcher
 from shoal.layers import TORCH_FREE
 from shoal.parallel import own_device
-from shoal.record.destinations.queued import QueuedLogger
+from shoal.record.destinations.opening import QueuedLogger
 from shoal.server.client import Servers
 
 PACKAGE = Path(shoal.__file__).parent
@@ -29,7 +29,7 @@ PACKAGE = Path(shoal.__file__).parent
 WITHOUT_CUDA = {
     "channel.py": "carries bytes, in a launcher",
     "checkpoint/files.py": "hashes and writes bytes",
-    "checkpoint/reader.py": "hashes bytes",
+    "checkpoint/shard.py": "hashes bytes",
     "collectives/hang_watch.py": "writes pulses, and reads what other processes wrote",
     "data/workers.py": "asks processes through pipes",
     "fleet/agent.py": "reads a pipe of a program, in a launcher",

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shoal.cluster import Device
 from shoal.cost.layout import Layout
-from shoal.cost.time.attention import attention_seconds
+from shoal.cost.time.compute import attention_seconds
 from shoal.workload import Attention
 
 NAMES = ("a100-80", "h100", "b200", "mi300x", "rtx-4090", "cpu")

@@ -5,8 +5,7 @@ import pytest
 from shoal.cluster import Cluster
 from shoal.cost.layout import Layout
 from shoal.cost.time.block import block_cost
-from shoal.cost.time.compute import host_seconds, operation_seconds
-from shoal.cost.time.products import product_seconds
+from shoal.cost.time.compute import host_seconds, operation_seconds, product_seconds
 from shoal.workload import ModelShape, Part, Product, workload_of
 
 CLUSTER = Cluster.preset("dgx-h100", 8)

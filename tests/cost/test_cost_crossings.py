@@ -6,8 +6,7 @@ from dataclasses import replace
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shoal.cost.collectives.crossing import Crossing
-from shoal.cost.collectives.crossings import crossings, joined_by
+from shoal.cost.collectives.crossings import Crossing, crossings, joined_by
 from shoal.plan import Group
 
 

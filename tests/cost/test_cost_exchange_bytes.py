@@ -4,7 +4,7 @@ import pytest
 
 from shoal.cluster import Cluster
 from shoal.cost import Costs
-from shoal.cost.time.wire import Wire
+from shoal.cost.time.buckets import Wire
 from shoal.plan import Group, Plan, SettledPlan
 from shoal.simulate import played_seconds
 from shoal.workload import ModelShape, workload_of

@@ -7,8 +7,7 @@ import pytest
 from shoal.cluster import Cluster
 from shoal.cost.layout import Layout
 from shoal.cost.time import block_cost
-from shoal.cost.time.compute import operation_seconds
-from shoal.cost.time.host import starts_of, waits_for_experts
+from shoal.cost.time.compute import operation_seconds, starts_of, waits_for_experts
 from shoal.validate.programs import program_workload
 from shoal.workload import Pass, Product, shape, workload_of
 

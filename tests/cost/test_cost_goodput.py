@@ -7,8 +7,8 @@ from statistics import fmean
 import pytest
 
 from shoal.cluster import Cluster, Device, Level
-from shoal.cost.outlook.goodput import goodput
-from shoal.cost.time.maximum import lognormal_maximum, normal_maximum
+from shoal.cost.outlook.long_run import goodput
+from shoal.cost.time.jitter import lognormal_maximum, normal_maximum
 
 DEVICE = Device(name="d", memory=80e9, bandwidth=3e12, peak={"bf16": 1e15}, units=132)
 

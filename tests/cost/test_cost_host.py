@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from shoal.cluster import Cluster
 from shoal.cost import Costs, Layout, Memories
 from shoal.cost.time import settled_compile, workload_on
-from shoal.cost.time.host import Stretch, starts_of, waits_of
+from shoal.cost.time.compute import Stretch, starts_of, waits_of
 from shoal.errors import ClusterError
 from shoal.plan import SettledPlan
 from shoal.simulate import played_parts, played_seconds

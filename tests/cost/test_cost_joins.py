@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from shoal.cluster import Cluster
 from shoal.cost.layout import Layout
-from shoal.cost.time.block import block_cost
+from shoal.cost.time.block import block_cost, joins_of
 from shoal.cost.time.compute import operation_seconds
-from shoal.cost.time.joins import joins_of
 from shoal.models import TransformerConfig
 from shoal.workload import ModelShape, Part, Product, workload_of
 

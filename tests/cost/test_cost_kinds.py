@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shoal.cluster import Cluster, Device, Level, Part, every_device, peak_of_all
 from shoal.cost import Costs, Kinds, Layout, Memories
 from shoal.plan import EQUAL, Mesh, Plan, SettledPlan
-from shoal.plan.order import AXES, axes_of
+from shoal.plan.choices import AXES, axes_of
 from shoal.plan.stages import Cost, split_by_cost
 from shoal.simulate import played_parts, played_seconds, simulate, traffic_of
 from shoal.workload import ModelShape, workload_of

@@ -9,7 +9,7 @@ from shoal.cluster import Cluster
 from shoal.cost import Costs
 from shoal.cost.outlook.long_run import long_run
 from shoal.cost.time import straggler_share
-from shoal.cost.time.maximum import lognormal_maximum
+from shoal.cost.time.jitter import lognormal_maximum
 from shoal.errors import ClusterError, ConfigError
 from shoal.plan import Plan, SettledPlan
 from shoal.simulate import played_parts, played_seconds

@@ -11,12 +11,9 @@ from hypothesis import strategies as st
 
 from shoal.cluster import Cluster, Device, Level
 from shoal.cost.layout import Layout
-from shoal.cost.memory.activation_peaks import activation_peaks
-from shoal.cost.memory.activations import block_memory
-from shoal.cost.memory.memory import Memories, memory_of
+from shoal.cost.memory.activations import block_memory, every_second_product
+from shoal.cost.memory.memory import Memories, activation_peaks, memory_of, state_bytes
 from shoal.cost.memory.smallest_fit import smallest_fit, too_large
-from shoal.cost.memory.states import state_bytes
-from shoal.cost.memory.torchtitan_recompute import every_second_product
 from shoal.errors import PlanError
 from shoal.plan import SHARDINGS, Plan, SettledPlan
 from shoal.plan.schedules import NAMES, Work, make

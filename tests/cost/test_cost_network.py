@@ -25,12 +25,12 @@ from machines import (
 )
 
 from shoal.cluster import Cluster
+from shoal.cost.collectives.crossings import message_seconds
 from shoal.cost.collectives.network import (
     algorithm_seconds,
     collective_load,
     collective_seconds,
 )
-from shoal.cost.collectives.places import message_seconds
 from shoal.plan import Boundary, Group
 
 NEXT = Boundary(0, 1, Group(1))  # a message to the next rank

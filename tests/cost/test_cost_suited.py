@@ -1,7 +1,7 @@
 """Models as the devices of a Cluster do them."""
 
 from shoal.cluster import Cluster
-from shoal.cost.time.suited import workload_on
+from shoal.cost.time.step import workload_on
 from shoal.workload import ModelShape, compilable_workload_of, from_json, to_json, workload_of
 
 SHAPE = ModelShape(layers=2, hidden=64, ffn=128, heads=4, vocab=64, seq=32)

@@ -6,8 +6,8 @@ from statistics import fmean
 import pytest
 
 from shoal.cluster import Cluster
+from shoal.cost.time.block import behind_the_mean, seconds_late
 from shoal.cost.time.step import Costs
-from shoal.cost.time.synchronisations import behind_the_mean, seconds_late
 from shoal.plan import SettledPlan
 from shoal.simulate import simulate
 from shoal.workload import ModelShape, workload_of

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.data import DataConfig, Loader, TokenSamples, prepare
-from shoal.data.mapped import JoinedIds
+from shoal.data.samples import JoinedIds
 
 Configure = Callable[..., DataConfig]
 

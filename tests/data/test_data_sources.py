@@ -12,7 +12,7 @@ import pytest
 from permission_stand_ins import unprivileged
 
 from shoal.data import Corpus, DataConfig, prepare
-from shoal.data.documents import PIECE_BYTES, read_documents
+from shoal.data.encoding import PIECE_BYTES, read_documents
 from shoal.data.sources import find_files
 from shoal.errors import DataError, MissingExtraError
 

@@ -16,11 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.data import Corpus, DataConfig, Loader, StreamedSamples, open_tokenizer, order, prepare
-from shoal.data.chunk_store import ChunkStore
-from shoal.data.chunks import plan_chunks
+from shoal.data.chunk_store import ChunkStore, plan_chunks
 from shoal.data.sources import find_files
-from shoal.data.streamed import Layout
-from shoal.data.window_order import Mark, WindowOrder
+from shoal.data.streamed import Layout, Mark, WindowOrder
 from shoal.errors import DataError
 
 Configure = Callable[..., DataConfig]

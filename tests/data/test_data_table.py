@@ -14,7 +14,7 @@ from chat_stand_ins import write_tokenizer as write_chat_tokenizer
 from labelled_stand_ins import texts, write_tokenizer
 
 from shoal.data import Corpus, DataConfig, prepare
-from shoal.data.table import absolute_reference
+from shoal.data.sources import absolute_reference
 from shoal.errors import DataError, MissingExtraError
 
 Configure = Callable[..., DataConfig]

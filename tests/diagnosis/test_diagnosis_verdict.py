@@ -8,8 +8,7 @@ import pytest
 
 import shoal
 from shoal.diagnosis import Bottleneck, Cause, Pattern, Policy, verdict
-from shoal.diagnosis.cause import PHASES
-from shoal.diagnosis.series import autocorrelation, best_period, errors_from_zero
+from shoal.diagnosis.own_work import PHASES, autocorrelation, best_period, errors_from_zero
 from shoal.simulate import mark_bubbles
 from shoal.testing.delays import Delay, Jitter, Layout, delayed_timeline
 from shoal.timeline import Kind, Lane, Span, Timeline

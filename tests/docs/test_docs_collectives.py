@@ -14,9 +14,9 @@ import torch
 import shoal.collectives
 from shoal.cli.commands import add_command
 from shoal.collectives import Options
-from shoal.collectives.agreement import describe_call, first_difference
 from shoal.collectives.codes import COLLECTIVE_NUMBERS
 from shoal.collectives.core import Call
+from shoal.collectives.operation import describe_call, first_difference
 from shoal.cost import ALGORITHMS, LEVELS
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -9,7 +9,7 @@ import torch
 
 from shoal.errors import RunError
 from shoal.foreign import read_foreign
-from shoal.foreign.events import events_of
+from shoal.foreign.chrome import events_of
 from shoal.timeline import Kind, explain
 
 MS = 1e-3

@@ -6,7 +6,7 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.diagnosis import Cause, verdict
-from shoal.diagnosis.cause import PHASES
+from shoal.diagnosis.own_work import PHASES
 from shoal.errors import RunError
 from shoal.foreign import is_foreign, read_foreign, table
 from shoal.replay import what_if

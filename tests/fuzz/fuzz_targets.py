@@ -116,7 +116,7 @@ def values(data: bytes) -> None:
 
 def workload(data: bytes) -> None:
     """A traced model."""
-    from shoal.workload.text import from_json, to_json
+    from shoal.workload.workload import from_json, to_json
 
     read = from_json(data.decode(errors="replace"))
     assert from_json(to_json(read)) == read

@@ -33,7 +33,7 @@ from shoal.hang import (
 )
 from shoal.hang.ledger import SLOTS, Pages
 from shoal.hang.process import Process, place_of
-from shoal.hang.state import ranks_text
+from shoal.hang.verdict import ranks_text
 from shoal.testing import RankPool
 
 

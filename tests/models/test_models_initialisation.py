@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import ModelError
 from shoal.models import Transformer, TransformerConfig, preset
-from shoal.models.normal import normal
+from shoal.models.dropout import normal
 
 CONFIG = TransformerConfig(vocab_size=97, layers=2, hidden=64, heads=4, kv_heads=2, ffn=96, seq=32)
 
@@ -112,7 +112,7 @@ def test_a_tensor_without_memory_is_refused() -> None:
 
 def test_normal_numbers_of_a_hash_are_normal_and_depend_on_their_position_alone(monkeypatch):
     drawn = normal((301, 997), -5, torch.device("cpu"))
-    monkeypatch.setattr("shoal.models.normal._PAIRS", 1000)
+    monkeypatch.setattr("shoal.models.dropout._PAIRS", 1000)
     assert torch.equal(drawn, normal((301, 997), -5, torch.device("cpu")))
     assert not torch.equal(drawn, normal((301, 997), 6, torch.device("cpu")))
     values = drawn.double().flatten().sort().values

@@ -16,9 +16,8 @@ from shoal.collectives.core import load_core
 from shoal.collectives.native import NativeGroup
 from shoal.collectives.operation import Operation
 from shoal.errors import CommunicationError
-from shoal.parallel import Axes, axes, connections
-from shoal.parallel.communication import Pending
-from shoal.parallel.connections import Connections
+from shoal.parallel import Axes, axes, communication
+from shoal.parallel.communication import Connections, Pending
 from shoal.plan import Plan
 from shoal.record import NullRecorder
 
@@ -77,7 +76,7 @@ def _as_nccl() -> Iterator[None]:
         patch.object(dist, "new_group", made),
         patch.object(axes, "_uses_nccl", lambda: True),
         patch.object(axes, "_device", lambda: torch.device("cpu")),
-        patch.object(connections, "_SIZES", (1, 64)),
+        patch.object(communication, "_SIZES", (1, 64)),
     ):
         yield
 

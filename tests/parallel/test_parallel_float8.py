@@ -13,7 +13,7 @@ import torch
 from shoal.errors import PlanError
 from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.parallel import parallelize
-from shoal.parallel.float8 import use_float8
+from shoal.parallel.precision import use_float8
 from shoal.plan import Plan
 
 SHAPE = TransformerConfig(vocab_size=61, layers=2, hidden=64, heads=4, kv_heads=2, ffn=96, seq=16)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.parallel.context.fused_attention import (
+from shoal.parallel.context.ring_attention import (
     EfficientOnCuda,
     FlashOnCpu,
     FlashOnCuda,

@@ -8,8 +8,8 @@ from operator_stand_ins import Operators
 from torch import nn
 
 from shoal.parallel import parallelize
-from shoal.parallel.optimizer.norm import limit_gradients
-from shoal.train.lion import Lion
+from shoal.parallel.optimizer.optimizers import limit_gradients
+from shoal.train.optimizer import Lion
 
 
 def with_gradients(layers, plan="dp=1"):

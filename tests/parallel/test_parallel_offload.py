@@ -22,10 +22,9 @@ from offload_stand_ins import (
 
 from shoal.errors import LayoutError, PlanError
 from shoal.parallel import OffloadedOptimizer, parallelize
-from shoal.parallel.layout import ALIGNMENT
-from shoal.parallel.offload.blocks import packs_of
-from shoal.parallel.offload.state_file import StateFile, aligned_buffer
-from shoal.parallel.offload.storage import Storage
+from shoal.parallel.offload.offloaded_optimizer import packs_of
+from shoal.parallel.offload.storage import StateFile, Storage, aligned_buffer
+from shoal.parallel.owned import ALIGNMENT
 from shoal.plan import GRANULE, Plan, Tiers
 from shoal.record import SpanRecorder
 from shoal.timeline import Kind, Timeline

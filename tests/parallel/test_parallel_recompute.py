@@ -15,7 +15,7 @@ from shoal.models import Transformer, TransformerConfig
 from shoal.parallel.compiled import compile_blocks
 from shoal.parallel.plain_state import StatesBefore
 from shoal.plan import Plan, block_choices
-from shoal.plan.recompute import Recompute
+from shoal.plan.choices import Recompute
 
 
 @pytest.mark.parametrize(

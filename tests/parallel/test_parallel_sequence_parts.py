@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import PlanError
 from shoal.parallel import Axis
-from shoal.parallel.tensor.sequence_parts import cut, joined, start_gather, start_reduce_scatter
+from shoal.parallel.tensor.vocabulary import cut, joined, start_gather, start_reduce_scatter
 from shoal.record import NullRecorder
 
 

@@ -7,8 +7,8 @@ from torch import nn
 from shoal.errors import ConfigError, ModelError
 from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.parallel import parallelize
-from shoal.parallel.pipeline import stage_costs as module
-from shoal.parallel.pipeline.stage_costs import computed_costs, measured_costs
+from shoal.parallel.pipeline import pieces as module
+from shoal.parallel.pipeline.pieces import computed_costs, measured_costs
 from shoal.parallel.pipeline.stage_layout import StageLayout, stages_of
 from shoal.parallel.pipeline.stages import take_stages
 from shoal.plan.stages import Cost, split_by_cost

@@ -10,8 +10,7 @@ import torch.distributed as dist
 
 from shoal.collectives import Options, Stripes, empty, is_built
 from shoal.errors import CollectiveError
-from shoal.parallel.communication import Axis
-from shoal.parallel.striped import Striped
+from shoal.parallel.communication import Axis, Striped
 from shoal.record import NullRecorder
 
 pytestmark = pytest.mark.skipif(not is_built(), reason="the native core was not built")

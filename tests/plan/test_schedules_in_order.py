@@ -25,7 +25,7 @@ from shoal.plan.schedules import (
     play_in_order,
     transfers,
 )
-from shoal.plan.schedules.in_order import received_makespan
+from shoal.plan.schedules.common_order import received_makespan
 
 LINK = 3.0
 FIRST, SECOND = range(2)

@@ -20,7 +20,7 @@ from shoal.plan.schedules import (
     search,
     v_shaped,
 )
-from shoal.plan.schedules.in_order import received_makespan
+from shoal.plan.schedules.common_order import received_makespan
 
 ROUNDING = 1 + 1e-12  # sums of the same times in another order
 

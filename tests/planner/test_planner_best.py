@@ -9,7 +9,7 @@ from random_plans import random_plan
 from shoal.cluster import Cluster
 from shoal.cost.time import workload_on
 from shoal.planner import choose
-from shoal.planner.neighbours import neighbours
+from shoal.planner.polish import neighbours
 from shoal.workload import shape
 
 pytestmark = pytest.mark.long

@@ -10,8 +10,7 @@ from shoal.cluster import Cluster, Host
 from shoal.cost import Costs, Memories
 from shoal.plan import OFFLOADED, Tiers, block_choices
 from shoal.planner import choose
-from shoal.planner.cheapest_blocks import with_cheapest_blocks
-from shoal.planner.offloaded import STATES_ON_CPUS
+from shoal.planner.offloaded import STATES_ON_CPUS, with_cheapest_blocks
 from shoal.planner.search import Search
 from shoal.simulate import played_seconds
 from shoal.workload import ModelShape, shape, workload_of

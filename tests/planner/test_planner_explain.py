@@ -11,8 +11,8 @@ from shoal.cost.outlook import band_between
 from shoal.errors import ClusterError, ConfigError, PlanError
 from shoal.plan import SettledPlan
 from shoal.planner import Search, choose
-from shoal.planner.bucket import usual_bucket
 from shoal.planner.search import SLACK
+from shoal.planner.space import usual_bucket
 from shoal.simulate import played_seconds
 from shoal.workload import shape, workload_of
 

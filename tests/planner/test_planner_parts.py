@@ -12,12 +12,10 @@ from shoal.cluster import Cluster, Device, Level, Part, every_device
 from shoal.cost import Costs, Memories
 from shoal.plan.schedules import kind_of
 from shoal.planner import choose
-from shoal.planner.balance import balanced_split
-from shoal.planner.bucket import SIZES
 from shoal.planner.memory_bound import LeastMemory
 from shoal.planner.search import LOOSE, SLACK, Search
-from shoal.planner.shared import Shared
-from shoal.planner.space import Space
+from shoal.planner.shared import Shared, balanced_split
+from shoal.planner.space import SIZES, Space
 from shoal.planner.tree import Tree
 from shoal.simulate import played_seconds
 from shoal.workload import ModelShape, workload_of

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shoal.cluster import Cluster
 from shoal.cost.time import workload_on
 from shoal.planner import scale
-from shoal.planner.picture import picture, ticks
+from shoal.planner.scale import picture, ticks
 from shoal.workload import shape
 
 SVG = "{http://www.w3.org/2000/svg}"

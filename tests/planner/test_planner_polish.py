@@ -5,11 +5,11 @@ import pytest
 from shoal.cluster import Cluster
 from shoal.plan import SettledPlan
 from shoal.planner import Search, choose
-from shoal.planner.neighbours import neighbours
 from shoal.planner.polish import (
     LEAST_GAIN,
     MOST_SEARCHED,
     SIMPLER,
+    neighbours,
     polished,
     simplest,
     with_found_schedule,

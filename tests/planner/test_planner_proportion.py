@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from shoal.cluster import Cluster, Device, Level, Part, every_device
 from shoal.planner import choose
 from shoal.planner.polish import LEAST_GAIN, polished
-from shoal.planner.proportion import in_proportion, with_shares
 from shoal.planner.search import SLACK, Search
+from shoal.planner.unequal import in_proportion, with_shares
 from shoal.workload import ModelShape, workload_of
 
 FAST = Device(name="fast", memory=2e10, bandwidth=1e12, peak={"bf16": 1e14, "fp32": 2e13}, units=64)

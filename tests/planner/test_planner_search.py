@@ -15,12 +15,10 @@ from shoal.cost.time.step import Costs
 from shoal.plan import SettledPlan
 from shoal.plan.schedules import kind_of
 from shoal.plan.stages import Cost, split_by_cost
-from shoal.planner.balance import balanced_split
-from shoal.planner.bucket import SIZES
 from shoal.planner.memory_bound import LeastMemory
 from shoal.planner.search import LOOSE, SLACK, Search
-from shoal.planner.shared import Shared
-from shoal.planner.space import Degrees, Space
+from shoal.planner.shared import Shared, balanced_split
+from shoal.planner.space import SIZES, Degrees, Space
 from shoal.planner.tree import Tree
 from shoal.simulate import played_seconds
 from shoal.workload import ModelShape, workload_of

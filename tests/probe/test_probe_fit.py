@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from shoal.cluster import Cluster, Device, Level
-from shoal.cost.time.maximum import normal_maximum
+from shoal.cost.time.jitter import normal_maximum
 from shoal.plan.group import Group
-from shoal.probe.fit import fit
+from shoal.probe.fit import fit, trusted
 from shoal.probe.measurements import (
     AttentionTime,
     CollectiveTime,
@@ -18,7 +18,6 @@ from shoal.probe.measurements import (
     SynchronisationTime,
 )
 from shoal.probe.sheet import Sheet
-from shoal.probe.trust import trusted
 from shoal.workload import Attention
 
 TRUE = Cluster(

@@ -20,7 +20,7 @@ def pool():
 def place_of(backend, host_of=None):
     import torch.distributed as dist
 
-    from shoal.bench.world import Ranks
+    from shoal.bench.settings import Ranks
     from shoal.probe import Place
 
     rank = dist.get_rank()
@@ -86,7 +86,7 @@ def first_uses_of_groups(host_of):
 
 def measured_links(host_of):
     from shoal.probe.links import measure_hosts, measure_links
-    from shoal.probe.turns import Effort
+    from shoal.probe.place import Effort
 
     place = place_of("gloo", host_of)
     return place.hosts, measure_links(place, Effort(1, 1e-3, SIZES)), measure_hosts(place)

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from shoal.probe.measurements import HostRates, Measurements
+from shoal.probe.probe import suspicions
 from shoal.probe.sheet import Sheet, network_rate, rdma_adapters
-from shoal.probe.suspicions import suspicions
 
 SHEET = Sheet(
     device="NVIDIA H100 80GB HBM3",

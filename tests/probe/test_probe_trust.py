@@ -11,8 +11,8 @@ from probe_stand_ins import LAUNCH, Simulated
 from shoal.cluster import Cluster, Device
 from shoal.errors import DataError
 from shoal.probe import fitted, read_measurements
+from shoal.probe.device import queued_seconds
 from shoal.probe.measurements import AttentionTime, Measurements, PassTime, ProductTime
-from shoal.probe.queued import queued_seconds
 from shoal.probe.sheet import Sheet
 from shoal.workload import Attention
 

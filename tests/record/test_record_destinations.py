@@ -15,8 +15,8 @@ import pytest
 
 from shoal.errors import ConfigError, MissingExtraError
 from shoal.record import Destinations, Logger, QueuedLogger
-from shoal.record.destinations import queued
-from shoal.record.destinations.prometheus import PrometheusLogger, parse_address
+from shoal.record.destinations import opening
+from shoal.record.destinations.opening import PrometheusLogger, parse_address
 from shoal.run import Run
 
 ROOT = Path(__file__).parents[2]
@@ -122,7 +122,7 @@ def test_weights_and_biases_keeps_values_offline(run, monkeypatch):
     from wandb.proto import wandb_internal_pb2
 
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setattr(queued, "_CLOSING", 120.0)  # its process may take long to start
+    monkeypatch.setattr(opening, "_CLOSING", 120.0)  # its process may take long to start
     assert give(Destinations(wandb="team/project"), run) == []
     (file,) = run.log.glob("wandb/offline-run-*/*.wandb")
     records, until = [], time.monotonic() + 120

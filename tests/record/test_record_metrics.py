@@ -12,7 +12,7 @@ import pytest
 
 from shoal.errors import MissingExtraError
 from shoal.record import Logger, Loggers, MetricsWriter
-from shoal.record.destinations.tensorboard import TensorBoardLogger
+from shoal.record.destinations.opening import TensorBoardLogger
 from shoal.run import read_metrics
 
 

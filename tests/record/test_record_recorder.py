@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.record import NullRecorder, Recorder, SpanRecorder
-from shoal.record.recorder import step_is_kept
-from shoal.record.span_file import SpanFile
+from shoal.record.recorder import SpanFile, step_is_kept
 from shoal.timeline import Kind, Lane, Timeline, explain
 
 FILE = "rank-00000.jsonl"
@@ -125,7 +124,7 @@ def test_a_span_that_comes_while_the_buffer_is_taken_stays_for_the_next_time(tmp
 def test_no_span_of_another_thread_is_lost_while_the_buffer_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.record.span_file._FLUSH_SECONDS", 0.0)
+    monkeypatch.setattr("shoal.record.recorder._FLUSH_SECONDS", 0.0)
 
     def use(recorder: Recorder) -> None:
         def record_many() -> None:

@@ -5,7 +5,7 @@ from statistics import fmean
 import pytest
 
 from shoal.diagnosis import Cause
-from shoal.diagnosis.cause import PHASES
+from shoal.diagnosis.own_work import PHASES
 from shoal.errors import ShoalError
 from shoal.replay import (
     Arrive,

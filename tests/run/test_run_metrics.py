@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import ShoalError
 from shoal.run import Run, metrics_line, read_metrics
-from shoal.run.events import read_events
+from shoal.run.account import read_events
 
 
 def refuse_constant(name: str) -> None:

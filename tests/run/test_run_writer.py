@@ -16,8 +16,17 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import RunError
-from shoal.run.claim import Claim, claims_in, is_alive, newest_claim
-from shoal.run.writer import Claiming, claimed, is_written, name_group, require_free
+from shoal.run.writer import (
+    Claim,
+    Claiming,
+    claimed,
+    claims_in,
+    is_alive,
+    is_written,
+    name_group,
+    newest_claim,
+    require_free,
+)
 
 HOLD = """
 import sys
@@ -185,7 +194,7 @@ def test_a_process_that_was_taken_over_stays_refused_once_the_other_one_has_ende
 def test_a_process_of_another_user_lives_though_its_number_is_hidden(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.run.claim.process_began", lambda process: "")
+    monkeypatch.setattr("shoal.run.writer.process_began", lambda process: "")
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with held_by_another(tmp_path) as other:
         with pytest.raises(RunError, match=f"process {other.pid}"):
@@ -197,7 +206,7 @@ def test_a_process_of_another_user_lives_though_its_number_is_hidden(
 def test_machines_without_a_name_of_their_start_are_not_taken_for_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.run.claim.boot_id", lambda: "")
+    monkeypatch.setattr("shoal.run.writer.boot_id", lambda: "")
     of_a_machine_of_this_name = Claim.of_this_process(1, 0, "", 0)
     for inode in (0, 7):
         claim = replace(of_a_machine_of_this_name, process=1 << 23, inode=inode)

@@ -183,7 +183,7 @@ def test_a_worker_is_told_the_mean_loss_of_what_came_since_its_last_answer(stale
     assert board.arrive(0, 3, 0.0, math.nan).loss == 9.0  # one that left its step out is not counted
 
 
-@mock.patch("shoal.server.guard._LEAST", 2)
+@mock.patch("shoal.server.board._LEAST", 2)
 @settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),

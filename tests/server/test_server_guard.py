@@ -11,7 +11,7 @@ from turns import Turns
 
 from shoal.parallel.exchange.stability import most_stable_step
 from shoal.server import Mode, Terms
-from shoal.server.guard import Guard
+from shoal.server.board import Guard
 
 WORKERS, CURVATURE = 4, torch.tensor([4.0, 1.0, 0.5, 2.0]).repeat(512)
 

@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.cluster import Cluster
-from shoal.cost.time.crowding import crowded_seconds
+from shoal.cost.time.step import crowded_seconds
 from shoal.plan import Plan, SettledPlan
 from shoal.simulate import simulate
 from shoal.timeline import Kind, explain

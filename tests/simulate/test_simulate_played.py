@@ -11,7 +11,7 @@ from shoal.cost import Costs, settle_split
 from shoal.plan import CHOICES
 from shoal.plan.schedules import NAMES
 from shoal.simulate import played_parts, played_passes, played_seconds, simulate
-from shoal.simulate.data_parallel import DataParallel
+from shoal.simulate.stage_program import DataParallel
 from shoal.workload import ModelShape, workload_of
 
 SHAPE = ModelShape(layers=16, hidden=2048, ffn=8192, heads=16, kv_heads=4, vocab=32000, seq=2048)

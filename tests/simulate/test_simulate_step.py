@@ -251,7 +251,7 @@ def test_the_bubble_of_equal_stages_is_what_papers_say():
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("tensor", ["sequence", "plain"])
 def test_tensor_parallelism_communicates_as_often_as_the_runtime(tensor, recompute):
-    """See the table of products.py; the ends have one half of a join each, and are not recomputed."""
+    """See the table of `_Products`; the ends have one half of a join each, and are not recomputed."""
     model, count = workload(), 2
     plan = SettledPlan(tp=4, microbatch=1, tensor=tensor, recompute=recompute, precision="bf16")
     moved = simulate(model, cluster_of(4), plan, count).breakdown.collectives

@@ -4,7 +4,7 @@ import pytest
 
 from shoal.cluster import Cluster
 from shoal.cost.collectives.network import algorithm_seconds
-from shoal.cost.time.maximum import lognormal_maximum
+from shoal.cost.time.jitter import lognormal_maximum
 from shoal.plan import SettledPlan
 from shoal.plan.group import Group
 from shoal.simulate import simulate, traffic_of

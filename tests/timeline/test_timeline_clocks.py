@@ -6,8 +6,8 @@ import random
 import pytest
 
 from shoal.timeline import Timeline
-from shoal.timeline.clocks import Tie, fit, tie_line
-from shoal.timeline.lines import header_line, span_line
+from shoal.timeline.span import header_line, span_line
+from shoal.timeline.timeline import Tie, fit, tie_line
 
 SECOND = 1_000_000_000
 UNIX = 1_700_000_000 * SECOND

@@ -6,8 +6,7 @@ from statistics import fmean, median
 import pytest
 
 from shoal.timeline import Kind, Lane, Span, Timeline, explain, named_collectives
-from shoal.timeline.kinds import seconds_by_kind
-from shoal.timeline.series import collective_series, kind_series
+from shoal.timeline.series import collective_series, kind_series, seconds_by_kind
 
 
 def spans(rank, forward):

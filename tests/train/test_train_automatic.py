@@ -13,13 +13,13 @@ from shoal.cost import memory_of
 from shoal.cost.time import workload_on
 from shoal.errors import ClusterError, ConfigError, PlanError
 from shoal.models import build
-from shoal.models.presets import preset
+from shoal.models.config import preset
 from shoal.parallel import require_layout
 from shoal.plan import SettledPlan
 from shoal.run import Run
 from shoal.simulate import simulate
-from shoal.train import TrainConfig, automatic, choose_ranks, free_memory, resolve
-from shoal.train.free_memory import PROCESS_BYTES, within_memory
+from shoal.train import TrainConfig, automatic, choose_ranks, resolve
+from shoal.train.automatic import PROCESS_BYTES, within_memory
 from shoal.workload import shape
 
 
@@ -57,12 +57,12 @@ def test_the_plan_keeps_within_the_memory_that_it_may_take():
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_automatic_memory_is_what_is_free_divided_among_the_ranks(monkeypatch, ranks):
     free = 8 << 30
-    monkeypatch.setattr(free_memory, "available_memory", lambda: free)
+    monkeypatch.setattr(automatic, "available_memory", lambda: free)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     config = TrainConfig(plan="auto", memory="auto", device="cpu")
     cluster = within_memory(config, Cluster.preset("laptop", ranks), ranks)
     assert cluster.device.memory == free / ranks - PROCESS_BYTES
-    monkeypatch.setattr(free_memory, "available_memory", lambda: None)
+    monkeypatch.setattr(automatic, "available_memory", lambda: None)
     with pytest.raises(ConfigError, match="does not say how much"):
         within_memory(config, Cluster.preset("laptop", ranks), ranks)
 
@@ -86,7 +86,7 @@ def test_automatic_memory_of_gpus_has_room_for_the_context_of_each_rank(
 ):
     free, context = [70 * GIB, 60 * GIB], GIB // 2
     asked = GPUS.format(folder=str(tmp_path), free=free, context=context)
-    monkeypatch.setattr(free_memory, "_FREE_ON_GPUS", asked)
+    monkeypatch.setattr(automatic, "_FREE_ON_GPUS", asked)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     cluster = dataclasses.replace(Cluster.preset("dgx-h100", ranks), reserved=float(reserved))
     found = within_memory(TrainConfig(plan="auto", memory="auto"), cluster, ranks).device.memory

@@ -20,7 +20,7 @@ from batch_stand_ins import (
     trained_on_nothing,
 )
 
-from shoal.models.nested import map_tensors, tensors_in
+from shoal.models.task import map_tensors, tensors_in
 from shoal.plan import Plan
 
 # fp32 sums in another order, which AdamW's division enlarges.

@@ -12,7 +12,7 @@ from shoal.checkpoint import Coordinator
 from shoal.errors import RunError
 from shoal.run import Run
 from shoal.run.writer import Claiming, is_written
-from shoal.train.claim_together import claim_together
+from shoal.train.agreement import claim_together
 
 
 def test_one_rank_claims_and_all_see_it(tmp_path: Path) -> None:
@@ -26,7 +26,7 @@ def test_one_rank_claims_and_all_see_it(tmp_path: Path) -> None:
 def test_a_directory_that_a_rank_does_not_see_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.train.claim_together._SEEN", 0.5)
+    monkeypatch.setattr("shoal.train.agreement._SEEN", 0.5)
     runs = [Run.create(tmp_path / name, {}) for name in ("one", "two")]
     heard = []
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ConfigError
-from shoal.train import TrainConfig, key_guess, load_config
+from shoal.train import TrainConfig, load_config
+from shoal.train.config import _ALSO_KNOWN_AS
 
 
 def refusal(*settings, file=None):
@@ -108,7 +109,7 @@ def test_a_key_that_is_like_none_gets_no_guess(wrong):
 
 
 def test_every_name_of_other_trainers_leads_to_a_key_that_is_there():
-    for meant, names in key_guess._ALSO_KNOWN_AS.items():
+    for meant, names in _ALSO_KNOWN_AS.items():
         for name in names:
             assert f"did you mean {meant!r}" in refusal(f"{name}=1").given
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.errors import ConfigError
-from shoal.train.randomness import compute_deterministically
+from shoal.train.snapshot import compute_deterministically
 
 MODEL = """
 import torch

@@ -23,8 +23,7 @@ from shoal.launch import EXIT_STOPPED, Generation, Membership
 from shoal.plan import Plan, SettledPlan
 from shoal.run import Run
 from shoal.train import Job, TrainConfig, elastic
-from shoal.train.elastic import _leave, _plan_in, group_failure
-from shoal.train.members_plan import plan_for
+from shoal.train.elastic import _leave, _plan_in, group_failure, plan_for
 
 
 class Trained:

@@ -7,7 +7,7 @@ import torch
 from run_stand_ins import train
 
 from shoal.checkpoint import checkpoints, verify
-from shoal.checkpoint.reader import ShardReader
+from shoal.checkpoint.shard import ShardReader
 from shoal.cli.main import main
 from shoal.errors import CheckpointError
 from shoal.train import load_model

@@ -13,7 +13,7 @@ from shoal.parallel.exchange import guided_updates
 from shoal.plan import Plan
 from shoal.planner import DENSE
 from shoal.train import Callbacks, HeldOut, OptimizerConfig, Runtime, guide, measured_exchange, stepping
-from shoal.train.guards import Compared, HeldOutValues, Stray, Watch, compared
+from shoal.train.choice import Compared, HeldOutValues, Stray, Watch, compared
 from shoal.train.passes import Passes
 
 SLOW = 1e-6  # seconds of each byte that a rank sends

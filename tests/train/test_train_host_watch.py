@@ -11,7 +11,7 @@ from shoal.collectives import watch_hangs
 from shoal.doctor import Finding, HostReport, Verdict
 from shoal.launch import World
 from shoal.run import Run
-from shoal.train import host_watch
+from shoal.train import agreement
 
 
 @pytest.fixture(autouse=True)
@@ -24,7 +24,7 @@ def _watch_restored():
 
 def look(run: Run, local_rank: int = 0, unit: int = 0, replaces_ranks: bool = False) -> None:
     world = World(rank=3, ranks=8, local_rank=local_rank, master=("", 0))
-    host_watch.look_at_host(run, world, unit=unit, replaces_ranks=replaces_ranks)
+    agreement.look_at_host(run, world, unit=unit, replaces_ranks=replaces_ranks)
 
 
 def test_the_first_rank_of_a_host_writes_a_report_and_prints_what_is_bad(
@@ -32,7 +32,7 @@ def test_the_first_rank_of_a_host_writes_a_report_and_prints_what_is_bad(
 ) -> None:
     run = Run.create(tmp_path / "run", {})
     findings = [Finding("memory", Verdict.WARN, "little"), Finding("MTU", Verdict.BAD, "differs", "set one")]
-    monkeypatch.setattr(host_watch, "examine_quickly", lambda machine, folders: findings)
+    monkeypatch.setattr(agreement, "examine_quickly", lambda machine, folders: findings)
     look(run, local_rank=1)
     assert not (run.path / "doctor").exists()
     look(run)

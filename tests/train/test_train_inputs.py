@@ -12,7 +12,7 @@ from device_stand_ins import SimulatedDevice
 
 from shoal.record import DeviceRecorder
 from shoal.timeline import Kind, Lane, Timeline, explain
-from shoal.train.inputs import Inputs
+from shoal.train.micro_batch import Inputs
 
 
 def test_copies_have_a_lane_and_compute_s_wait_for_them_is_data_wait(

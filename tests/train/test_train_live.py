@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.train import StepResult
-from shoal.train.live import LiveLine
+from shoal.train.result import LiveLine
 
 
 class Terminal(io.StringIO):
@@ -35,7 +35,7 @@ def test_without_a_terminal_there_is_a_line_every_so_many_steps_and_for_the_last
 
 
 def test_on_a_terminal_each_step_writes_over_the_one_before_and_messages_stay(monkeypatch):
-    monkeypatch.setattr("shoal.train.live.time.monotonic", iter(range(3)).__next__)
+    monkeypatch.setattr("shoal.train.result.time.monotonic", iter(range(3)).__next__)
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
     live = LiveLine(3, 10, stream)
@@ -53,7 +53,7 @@ def test_on_a_terminal_each_step_writes_over_the_one_before_and_messages_stay(mo
 
 
 def test_on_a_terminal_there_are_at_most_ten_lines_a_second_and_the_last_step_is_shown(monkeypatch):
-    monkeypatch.setattr("shoal.train.live.time.monotonic", (step / 64 for step in range(129)).__next__)
+    monkeypatch.setattr("shoal.train.result.time.monotonic", (step / 64 for step in range(129)).__next__)
     monkeypatch.setenv("TERM", "xterm")
     stream = Terminal()
     live = LiveLine(129, 1, stream)
@@ -85,7 +85,7 @@ def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
 
 def test_the_time_left_is_told_from_the_steps_of_this_process(monkeypatch):
     clock = iter([100.0, 102.0])
-    monkeypatch.setattr("shoal.train.live.time.monotonic", lambda: next(clock))
+    monkeypatch.setattr("shoal.train.result.time.monotonic", lambda: next(clock))
     stream = io.StringIO()
     live = LiveLine(60, 10, stream)
     live.show(result(49))  # a resumed run: 2 s for one step, 10 to make

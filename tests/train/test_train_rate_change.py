@@ -7,7 +7,7 @@ import re
 import pytest
 
 from shoal.train import TrainConfig, learning_rate, load_config
-from shoal.train.rate_change import describe_rate_change
+from shoal.train.learning_rate import describe_rate_change
 
 BEFORE = TrainConfig.model_validate({"steps": 600, "optimizer": {"learning_rate": 2e-3, "warmup": 50}})
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from shoal.checkpoint import TensorRecord
-from shoal.train.randomness import random_state, set_random_state
+from shoal.train.snapshot import random_state, set_random_state
 from shoal.train.state import optimizer_to_load, pieces_to_load, pieces_to_save
 
 SHAPES = st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=6)

@@ -18,12 +18,11 @@ from shoal.cost.time.compute import attention_seconds, product_seconds
 from shoal.cost.time.step import Costs
 from shoal.errors import ClusterError, UserError
 from shoal.plan.group import Group
-from shoal.planner.bucket import usual_bucket
+from shoal.planner.space import usual_bucket
 from shoal.simulate import played_seconds
-from shoal.validate.accuracy import Comparison, accuracy_of
-from shoal.validate.machines import machine_of
+from shoal.validate.cells import Comparison, accuracy_of
 from shoal.validate.predictions import is_fitted, validate
-from shoal.validate.steps import read_table
+from shoal.validate.steps import machine_of, read_table
 from shoal.workload import Attention, workload_of
 
 HEAD = (

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from shoal.cluster import Device
-from shoal.validate.ages import FLASH1, attention_of, with_attention, year_of
+from shoal.validate.cells import FLASH1, attention_of, with_attention, year_of
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 from shoal.cluster import Cluster
 from shoal.errors import DataError
 from shoal.validate.collectives import read_collectives
-from shoal.validate.layers import read_layers
+from shoal.validate.operations import read_layers
 
 LAYERS = "experiment,forward_ms,backward_ms,config\n"
 COLLECTIVES = "op,platform,nodes,ranks,size_bytes,time_us,note\n"

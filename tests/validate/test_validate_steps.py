@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import DataError
 from shoal.plan import SettledPlan
-from shoal.validate.spellings import ATTENTIONS, PRECISIONS, RECOMPUTES, SHARDING_NAMES, spelled
+from shoal.validate.cells import ATTENTIONS, PRECISIONS, RECOMPUTES, SHARDING_NAMES, spelled
 from shoal.validate.steps import COLUMNS, read_table
 
 ROW = {

@@ -18,8 +18,7 @@ from web_stand_ins import write_metrics
 from shoal.cli.main import main
 from shoal.errors import ConfigError, MissingExtraError
 from shoal.web import serve
-from shoal.web.app import _Answers, make_app
-from shoal.web.folder import Folder
+from shoal.web.app import Folder, _Answers, make_app
 from shoal.web.pages import PAGES
 from shoal.web.query import Query
 
@@ -140,7 +139,7 @@ def test_a_path_that_is_no_folder_is_named(run, capsys, path):
 
 
 def test_a_listener_that_others_reach_is_told(run, capsys, monkeypatch):
-    monkeypatch.setattr("shoal.web.serve", lambda *given, **named: None)
+    monkeypatch.setattr("shoal.web.app", lambda *given, **named: None)
     assert main(["web", str(run.path), "--host", "0.0.0.0"]) == 0
     assert "can be reached from other machines" in capsys.readouterr().err
 

@@ -5,8 +5,7 @@ import re
 import pytest
 from starlette.testclient import TestClient
 
-from shoal.web.app import STATIC, make_app
-from shoal.web.folder import Folder
+from shoal.web.app import STATIC, Folder, make_app
 from shoal.web.pages import PAGES
 
 TOKEN = "a-token"

@@ -15,10 +15,9 @@ from shoal.run import metrics_line, metrics_tail, read_metrics
 from shoal.run.metrics_tail import MetricsTail
 from shoal.run.timeline_files import TimelineFiles
 from shoal.timeline import Timeline
-from shoal.timeline.clocks import Tie, tie_line
+from shoal.timeline.timeline import Tie, tie_line
 from shoal.web.live import MEASURES, live
-from shoal.web.query import Query
-from shoal.web.thin import MOST_POINTS, thinned
+from shoal.web.query import MOST_POINTS, Query, thinned
 from shoal.web.timeline import shown_spans, timeline
 
 VALUES = st.fixed_dictionaries(
@@ -223,7 +222,7 @@ def test_a_rank_that_comes_late_is_seen_in_the_map_and_not_in_the_time_of_its_ba
 
 
 def test_texts_of_a_run_come_as_json_that_can_end_no_element(hostile):
-    from shoal.web.encode import encode
+    from shoal.web.query import encode
 
     watched = RunFollower(hostile)
     for page in (live, timeline):

@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from datetime import timedelta
+from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
 
-from shoal.bench.contestants.contestant import Contestant
-from shoal.bench.contestants.mpi import MPI
-from shoal.bench.contestants.oneccl import OneCCL, find_oneccl
-from shoal.bench.contestants.private_memory import PrivateMemory
-from shoal.bench.contestants.torch_group import TorchGroup
-from shoal.collectives.buffers import empty
+from shoal.bench.contestants.contestant import Contestant, PrivateMemory, TorchGroup
+from shoal.bench.contestants.oneccl import MPI, OneCCL, find_oneccl
+from shoal.collectives.core import is_built
 from shoal.collectives.options import Options
+from shoal.collectives.sharded_buffers import empty
+from shoal.errors import ConfigError, MissingExtraError
 
 _TIMEOUT = timedelta(seconds=120)  # for one operation: gigabytes may go over a slow link
 
@@ -60,3 +60,55 @@ def _options(algorithms: Mapping[str, str]) -> Options:
 def _group(backend: str, options: Options | None = None) -> dist.ProcessGroup:
     group: dist.ProcessGroup = dist.new_group(backend=backend, timeout=_TIMEOUT, pg_options=options)
     return group
+
+
+def require_available(name: str) -> None:
+    """Check that the contestant can take part.
+
+    Raises:
+        ConfigError: It cannot; the message says what is missing.
+        MissingExtraError: A Python package is missing.
+    """
+    match name:
+        case "shoal" | "shoal-shared":
+            _require_shoal(name)
+        case "nccl":
+            _require_nccl()
+        case "mpi":
+            _require_mpi4py(name)
+        case "oneccl":
+            _require_mpi4py(name)
+            _require_oneccl()
+
+
+def _require_shoal(name: str) -> None:
+    if not is_built():
+        raise ConfigError(
+            f"--backend {name} needs Shoal's native core, which is not built",
+            possible="a core that was compiled when Shoal was installed",
+            change="install Shoal again with a C++20 compiler present, or measure another backend",
+        )
+
+
+def _require_mpi4py(name: str) -> None:
+    if find_spec("mpi4py") is None:
+        raise MissingExtraError(f"the backend {name}", package="mpi4py", extra="mpi")
+
+
+def _require_oneccl() -> None:
+    if find_oneccl() is None:
+        raise ConfigError(
+            "--backend oneccl needs oneCCL, which this Python's environment does not have",
+            possible="oneCCL 2022 or newer, and Intel MPI",
+            change="run: pip install oneccl impi-rt impi-devel",
+        )
+
+
+def _require_nccl() -> None:
+    if not dist.is_nccl_available() or not torch.cuda.is_available():
+        lacks = "this torch was built without it" if torch.cuda.is_available() else "torch finds no GPU"
+        raise ConfigError(
+            f"--backend nccl cannot run here: {lacks}",
+            possible="a torch with NCCL, and one GPU for each rank",
+            change="measure another backend",
+        )

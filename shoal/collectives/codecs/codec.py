@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.collectives.codecs import native, with_torch
-from shoal.collectives.codecs.sparse import most_threshold_bytes
+from shoal.collectives.codecs.with_torch import most_threshold_bytes
 from shoal.collectives.core import Core, load_core
 from shoal.errors import PlanError
 from shoal.plan import Compression

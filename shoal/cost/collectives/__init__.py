@@ -1,13 +1,12 @@
 """Collectives and their algorithms: steps, bytes, and seconds over a cluster's levels of links."""
 
-from shoal.cost.collectives.motion import MOVED, motion
+from shoal.cost.collectives.crossings import joining_level, message_bytes, message_seconds
 from shoal.cost.collectives.network import (
     algorithm_seconds,
     collective_load,
     collective_seconds,
 )
-from shoal.cost.collectives.places import joining_level, message_bytes, message_seconds
-from shoal.cost.collectives.played import Played
+from shoal.cost.collectives.played import MOVED, Played, motion
 
 __all__ = [
     "MOVED",

@@ -64,9 +64,96 @@ Sources: Thakur, Rabenseifner and Gropp, 2005 (ring, recursive, pairwise, tree);
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-from shoal.cost.collectives.algorithm import Algorithm
 from shoal.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+class AlphaBeta(NamedTuple):
+    """Seconds per step and per byte.
+
+    Attributes:
+        alpha: Seconds per step.
+        beta: Seconds per byte on the path.
+    """
+
+    alpha: float
+    beta: float
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One way to do a collective on one level, as counts for n peers that have an interface each.
+
+    Attributes:
+        collective: The collective that it does, such as "all_reduce".
+        name: The name that users write in options, such as "halving-doubling".
+        level: "shared-memory" or "network".
+        steps_of: Function of n: messages that wait for one another.
+        path_of: Function of n: bytes on the path, divided by S, the bytes of the whole buffer.
+        sent_of: Function of n: bytes that the busiest peer sends, divided by S. In shared memory, bytes that
+            it reads from others.
+        crowds: Whether all ranks of a host send to other hosts at once.
+        forwards_sums: Whether ranks pass on partial sums. Partial sums of 16-bit floats travel as 32-bit
+            floats.
+        inside: Collectives inside each host, before and after, as (collective, algorithm) in shared memory.
+            The peers are then hosts, and each rank of a host carries an equal part of the bytes to others.
+        aggregated: Whether it needs an aggregator between the hosts.
+    """
+
+    collective: str
+    name: str
+    level: str
+    steps_of: Callable[[int], int]
+    path_of: Callable[[int], float]
+    sent_of: Callable[[int], float]
+    crowds: bool = False
+    forwards_sums: bool = False
+    inside: tuple[tuple[str, str], ...] = ()
+    aggregated: bool = False
+
+    def steps(self, ranks: int, ranks_per_host: int = 1) -> int:
+        """Return the number of messages that wait for one another.
+
+        Args:
+            ranks: Number of ranks in the group.
+            ranks_per_host: Number of ranks that share a network interface; 1 in shared memory.
+        """
+        return self.steps_of(self._peers(ranks, ranks_per_host))
+
+    def bytes_on_path(self, ranks: int, nbytes: float, ranks_per_host: int = 1) -> float:
+        """Return the bytes that pass one after another the busiest interface, or the busiest rank's memory.
+
+        Args:
+            ranks: Number of ranks in the group.
+            nbytes: S, as shoal.cost.collectives.algorithms defines it for each collective.
+            ranks_per_host: Number of ranks that share a network interface; 1 in shared memory.
+        """
+        alone = self.path_of(self._peers(ranks, ranks_per_host)) * nbytes
+        if self.crowds and ranks > 1:
+            return alone * ranks_per_host * (ranks - ranks_per_host) / (ranks - 1)
+        return alone
+
+    def bytes_sent(self, ranks: int, nbytes: float, ranks_per_host: int = 1) -> float:
+        """Return the bytes that the busiest rank sends, or in shared memory reads from others.
+
+        The arguments are those of `bytes_on_path`.
+        """
+        sent = self.sent_of(self._peers(ranks, ranks_per_host)) * nbytes
+        return sent / ranks_per_host if self.inside else sent
+
+    def time(self, cost: AlphaBeta, ranks: int, nbytes: float, ranks_per_host: int = 1) -> float:
+        """Return the seconds without those of `inside`; the arguments are those of `bytes_on_path`."""
+        path = self.bytes_on_path(ranks, nbytes, ranks_per_host)
+        return cost.alpha * self.steps(ranks, ranks_per_host) + cost.beta * path
+
+    def _peers(self, ranks: int, ranks_per_host: int) -> int:
+        return -(-ranks // ranks_per_host) if self.inside else ranks
+
 
 LEVELS: tuple[str, ...] = ("shared-memory", "network")
 """What carries the bytes: the memory of one host, or the network between hosts."""
@@ -246,3 +333,37 @@ ALGORITHMS: dict[tuple[str, str, str], Algorithm] = {
     (each.collective, each.name, each.level): each for each in _DEFINED
 }
 """Every algorithm, by collective, name and level."""
+
+
+def fit_alpha_beta(
+    steps: Sequence[float], nbytes: Sequence[float], seconds: Sequence[float], known: Sequence[float]
+) -> AlphaBeta:
+    """Fit alpha and beta of seconds = alpha * steps + beta * nbytes + known.
+
+    The fit has the least sum of squared relative errors. With absolute errors the largest buffers alone would
+    decide, and alpha, which only small buffers show, would be noise. Neither alpha nor beta is below 0: where
+    plain least squares make one negative, the best fit within bounds has one at 0 (the problem is convex).
+
+    Args:
+        steps: Steps of each measurement, [measurements].
+        nbytes: Bytes on the path of each measurement, [measurements].
+        seconds: Seconds that each measurement took, above 0, [measurements].
+        known: Seconds of each measurement that are already explained, [measurements].
+    """
+    import numpy as np  # imported here, so that planning, which does not fit, starts without it
+
+    weight = 1 / np.asarray(seconds)
+    counts = np.stack([steps, nbytes], axis=1) * weight[:, None]
+    wanted = 1 - np.asarray(known) * weight
+    scale = np.maximum(counts.max(axis=0), np.finfo(float).tiny)  # bytes outnumber steps by far
+    both = np.linalg.lstsq(counts / scale, wanted, rcond=None)[0] / scale
+    if (both >= 0).all():
+        return AlphaBeta(*both.tolist())
+    edges = [AlphaBeta(_fit_one(counts[:, 0], wanted), 0.0), AlphaBeta(0.0, _fit_one(counts[:, 1], wanted))]
+    return min(edges, key=lambda edge: float(((counts @ np.array(edge) - wanted) ** 2).sum()))
+
+
+def _fit_one(counts: np.ndarray, wanted: np.ndarray) -> float:
+    """Return the x >= 0 with the least sum of (counts * x - wanted)^2."""
+    square = float(counts @ counts)
+    return max(float(counts @ wanted) / square, 0.0) if square else 0.0

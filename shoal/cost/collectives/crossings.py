@@ -8,19 +8,170 @@ ranks in that node and four in the next. `crossings` returns every different way
 Most patterns are even at a level: each group of the level that has members has as many. Counts then follow
 from sizes alone. If a pattern is uneven at one level only, the even groups inside it are units, and counts
 follow from the unit at which an instance begins. All other patterns are counted rank by rank.
+
+Which links join the ranks of two places along a pipeline, by where each pair of them really sits.
+
+Ranks fill the groups of each level in order: rank r is in group r // devices of a level. Two ranks that are
+`d` apart are in one group or in two, as they lie; of all pairs the farthest decides how long a message takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from math import gcd
-from typing import NamedTuple
+from math import gcd, lcm
+from typing import TYPE_CHECKING, NamedTuple
 
-from shoal.cost.collectives.counted_crossings import counted_crossings
-from shoal.cost.collectives.crossing import Crossing
-from shoal.plan import Group
+from shoal.cluster import Cluster, Level
+from shoal.cost.layout import Layout
+from shoal.plan import Boundary, Group
+from shoal.workload import Workload
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Crossing:
+    """How one instance of a pattern uses one level.
+
+    A part is the members in one group of the level inside (or one device).
+
+    Attributes:
+        level: Index of the level.
+        parts: The most parts that one group of the level joins.
+        inside: Members in the smallest part.
+        members: Members in the smallest group of the level that joins two parts or more.
+        hops: Steps over these links on the way through all members in order of rank.
+        others: The most other members that a member reaches over these links.
+        steps: Other members that the member reaches over these links which has most of them outside.
+        displaced: The most of the `others` that have another place in their node, for one member.
+    """
+
+    level: int
+    parts: int
+    inside: int
+    members: int
+    hops: int
+    others: int
+    steps: int
+    displaced: int
+
+
+def counted_crossings(group: Group, sizes: Sequence[int], has_rails: bool) -> Iterator[tuple[Crossing, ...]]:
+    """Yield the levels that each instance uses, innermost first.
+
+    The arguments are those of `shoal.cost.collectives.crossings.crossings`.
+    """
+    import numpy as np  # imported here, so that planning of other patterns starts without it
+
+    ranks = _instances(group, sizes)
+    place = ranks % sizes[0]
+    alone = np.ones_like(ranks)
+    inner = _Joined(np.arange(ranks.size).reshape(ranks.shape), alone, alone)
+    columns, reached = [], []
+    for level, size in enumerate(sizes):
+        block = ranks // size if level < len(sizes) - 1 else np.zeros_like(ranks)
+        outer = _joined(block, place if has_rails else None)
+        others = outer.members - inner.members
+        uses = others > 0
+        parts = np.bincount(outer.which.ravel(), _firsts(inner.which).ravel())[outer.which]
+        displaced = others - (outer.alike - inner.alike) if has_rails and level else 0 * others
+        hops = _firsts(inner.which).sum(1) - _firsts(outer.which).sum(1)
+        columns.append(
+            (
+                parts.max(1).astype(int),
+                np.where(uses, inner.members, group.size).min(1),
+                np.where(uses, outer.members, group.size).min(1),
+                hops,
+                others.max(1),
+                displaced.max(1),
+            )
+        )
+        reached.append(others)
+        inner = outer
+    steps = _steps_of_outermost(reached)
+    for instance in range(len(ranks)):
+        yield tuple(
+            Crossing(level, *(int(each[instance]) for each in (*some, steps[level], displaced)))
+            for level, (*some, displaced) in enumerate(columns)
+            if some[3][instance]
+        )
+
+
+class _Joined(NamedTuple):
+    """The groups of one level that members of instances are in, each array [instances, size].
+
+    Attributes:
+        which: Number of the group that a member is in; all instances have other numbers.
+        members: Members in that group.
+        alike: Members in that group with the member's place in its node.
+    """
+
+    which: np.ndarray
+    members: np.ndarray
+    alike: np.ndarray
+
+
+def _joined(block: np.ndarray, place: np.ndarray | None) -> _Joined:
+    """Return the groups of members, by the number of each member's group in its instance."""
+    import numpy as np
+
+    which = np.cumsum(_firsts(block).ravel()).reshape(block.shape) - 1
+    members = np.bincount(which.ravel())[which]
+    if place is None:
+        return _Joined(which, members, members)
+    places = which * (place.max() + 1) + place
+    _, kind, counts = np.unique(places, return_inverse=True, return_counts=True)
+    return _Joined(which, members, counts[kind.reshape(which.shape)])
+
+
+def _firsts(block: np.ndarray) -> np.ndarray:
+    """Return which members are the first of their group in their instance."""
+    import numpy as np
+
+    found: np.ndarray = np.diff(block, axis=1, prepend=-1) != 0
+    return found
+
+
+def _steps_of_outermost(reached: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return how many others each instance's outermost member reaches over each level.
+
+    It is the one that reaches most over the last level, and of these the one that does over the level before.
+    """
+    import numpy as np
+
+    chosen = np.ones_like(reached[-1], dtype=bool)
+    steps = []
+    for others in reversed(reached):
+        most = np.where(chosen, others, -1).max(1)
+        chosen &= others == most[:, None]
+        steps.append(most)
+    return steps[::-1]
+
+
+def _instances(group: Group, sizes: Sequence[int]) -> np.ndarray:
+    """Return the ranks of one instance of each way to lie, [instances, size].
+
+    Levels but the last repeat after as many ranks as their least common multiple.
+    """
+    import numpy as np
+
+    if group.outer:
+        return np.array(group.tile(sizes[-1]))
+    span, period, devices = group.size // group.run * group.stride, lcm(*sizes[:-1]), sizes[-1]
+    tiles = np.arange(max(1, devices // span)) * span
+    last = min(group.stride - group.run, devices - (span - group.stride + group.run))  # of the first ranks
+    offsets = np.arange(0, max(0, last) + 1, group.run)
+    starts = (tiles[:, None] + offsets).ravel() % period
+    if group.run == 1:  # between two multiples of what divides stride and levels, instances lie alike
+        starts -= starts % gcd(group.stride, *sizes[:-1])
+    starts = np.unique(starts)
+    runs = np.arange(0, span, group.stride)[:, None] + np.arange(group.run)
+    found: np.ndarray = starts[:, None] + runs.ravel()
+    return found
 
 
 @lru_cache(maxsize=1 << 14)
@@ -229,3 +380,57 @@ def _of_uneven(
             Crossing(level + 1, occupied.groups, least, size, hops, others, others, displaced(others))
         )
     return tuple(found)
+
+
+@lru_cache(maxsize=1 << 14)
+def joining_level(boundary: Boundary, cluster: Cluster) -> Level:
+    """Return the links that the farthest pair of ranks needs."""
+    for level in cluster.levels[:-1]:
+        if not boundary.crosses(level.devices):
+            return level
+    return cluster.levels[-1]
+
+
+def message_seconds(nbytes: float, boundary: Boundary, cluster: Cluster) -> float:
+    """Return the seconds of a message over the links that the farthest pair of ranks needs.
+
+    Over rails, bytes for a device at another place of its node pass the links in the sender's node first.
+    """
+    (level, is_displaced), inside = _way_of(boundary, cluster), cluster.levels[0]
+    seconds = inside.setup + level.latency + nbytes / level.rate(2)
+    if is_displaced:
+        seconds += inside.latency + nbytes / inside.rate(2)
+    return seconds
+
+
+def alike_boundaries(
+    pp: Group, stage: Group, placement: Sequence[int], cluster: Cluster
+) -> tuple[Boundary | None, ...]:
+    """Return, for each stage but the last, a boundary whose messages take as long as those to the next stage.
+
+    Args:
+        pp: The ranks along the pipeline.
+        stage: The ranks of one stage.
+        placement: The place of each stage along the pipeline. Where two stages are at one place, the result
+            has None.
+        cluster: The machines.
+    """
+    alike: dict[tuple[Level, bool], Boundary] = {}
+    found: dict[tuple[int, int], Boundary | None] = {}
+    pairs = list(pairwise(placement))
+    for pair in set(pairs):
+        boundary = Boundary.between(pp, stage, *pair)
+        found[pair] = None if pair[0] == pair[1] else alike.setdefault(_way_of(boundary, cluster), boundary)
+    return tuple([found[pair] for pair in pairs])
+
+
+def _way_of(boundary: Boundary, cluster: Cluster) -> tuple[Level, bool]:
+    """Return the links that join the ranks, and whether bytes pass those in the sender's node before."""
+    level = joining_level(boundary, cluster)
+    return level, level.rails and boundary.distance % cluster.levels[0].devices > 0
+
+
+def message_bytes(layout: Layout, workload: Workload) -> float:
+    """Return the bytes of hidden state that one rank sends to the next stage for a micro-batch."""
+    nbytes = float(layout.width) * layout.microbatch * workload.length / layout.cp * workload.hidden
+    return nbytes if layout.tensor == "plain" else nbytes / layout.tp

@@ -64,8 +64,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from shoal.cluster import Cluster, Level
-from shoal.cost.collectives.crossing import Crossing
-from shoal.cost.collectives.crossings import crossings
+from shoal.cost.collectives.crossings import Crossing, crossings
 from shoal.plan import Group
 
 _PACKET_MESSAGE = 16 * 1024

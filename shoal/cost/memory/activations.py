@@ -20,16 +20,23 @@ last one):
   the gathered gradient of its output, in two orders if there are several samples.
 
 Where attention is not fused, the gradients of its scores, twice the bytes of the scores, may be more.
+
+The selective recompute of torchtitan, which makes the result of every second product again.
+
+Shoal's recompute=selective keeps the results of all products and of attention. torchtitan keeps those of
+attention and of every second product of a layer, in the order of its forward, which is query, key, value,
+output, gate, up, down (`torchtitan/models/llama3/parallelize.py`, its option "op"). To predict a step of
+torchtitan, change the Workload with `every_second_product`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 
 from shoal.cost.layout import Layout
-from shoal.workload import Attention, Block, Part, Product, Saved, Workload
+from shoal.workload import Attention, Block, Keep, Part, Product, Saved, Workload
 
 _FP32 = 4  # bytes
 _OF_TOKEN = 22  # bytes per token that the end keeps with tp > 1
@@ -232,3 +239,90 @@ def _operands(block: Block, layout: Layout) -> float:
 
 def _splits_sequence(layout: Layout) -> bool:
     return layout.tp > 1 and layout.tensor != "plain"
+
+
+_FP32_BYTES = 4.0  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Layers of one stage; each sum is over all layers before a position, in backward's order.
+
+    Attributes:
+        layers: Memory of each layer.
+        peak_candidates: Positions of the layers at which memory can be highest; between them it changes
+            evenly.
+        kept: Sums of bytes kept for a micro-batch.
+        gradients: Sums of bytes of fp32 gradients on the rank.
+        freed: Sums of bytes of fp32 gradients with those of experts times ep, because ep times fewer ranks
+            share the shards of experts' gradients.
+    """
+
+    layers: tuple[BlockMemory, ...]
+    peak_candidates: tuple[int, ...]
+    kept: tuple[float, ...]
+    gradients: tuple[float, ...]
+    freed: tuple[float, ...]
+
+    @classmethod
+    def of(cls, layers: Sequence[BlockMemory], ep: int) -> Stack:
+        """Make a stack of layers in forward's order, whose experts are spread over ep ranks."""
+        turned = tuple(layers[::-1])
+        firsts = {layer: place for place, layer in reversed(list(enumerate(turned)))}
+        places = {0, 1, 2, len(turned) - 1, *firsts.values()} & set(range(len(turned)))
+        return cls(
+            turned,
+            tuple(sorted(places)),
+            tuple(accumulate((each.kept for each in turned), initial=0.0)),
+            tuple(accumulate((_FP32_BYTES * each.parameters for each in turned), initial=0.0)),
+            tuple(
+                accumulate((_FP32_BYTES * (each.dense + ep * each.experts) for each in turned), initial=0.0)
+            ),
+        )
+
+
+def every_second_product(workload: Workload) -> Workload:
+    """Return a Workload whose dense layers keep every second product's result under recompute=selective."""
+    return workload.with_layers(_changed)
+
+
+def _changed(layer: Block) -> Block:
+    products = [each for each in layer.operations if isinstance(each, Product)]
+    if not all(product.is_divided for product in products):
+        return layer  # experts: their products are not divided
+    rest = [each for each in layer.saved if each.keep not in (Keep.RESULTS, Keep.SELECTIVE)]
+    eager = None if layer.eager is None else _changed(layer.eager)
+    return replace(layer, saved=(*rest, *_attention(layer), *_results(layer)), remade=0.5, eager=eager)
+
+
+def _attention(layer: Block) -> Iterator[Saved]:
+    for attention in layer.attentions:
+        heads = float(attention.length * attention.heads)
+        yield Saved("attention's result", heads * attention.value_width, Part.COLUMNS, Keep.RESULTS)
+        if attention.fused:
+            yield Saved("log-sum-exp", heads, Part.COLUMNS, Keep.RESULTS, 4)
+
+
+def _results(layer: Block) -> Iterator[Saved]:
+    """Yield the results of products; those that are not kept but that backward reads are made again."""
+    for index, (name, elements, part) in enumerate(_matrices(layer)):
+        is_kept = index % 2 == 0
+        if part is Part.COLUMNS:
+            yield Saved(name, elements, part, Keep.RESULTS if is_kept else Keep.REST)
+        elif is_kept:
+            yield Saved(name, elements, part, Keep.SELECTIVE)
+
+
+def _matrices(layer: Block) -> Iterator[tuple[str, float, Part]]:
+    """Yield name, elements and part of the result of each matrix; a Product may have several."""
+    attention = next(layer.attentions, None)
+    for product in layer.operations:
+        if not isinstance(product, Product):
+            continue
+        names = product.name.split(", ")
+        widths = [product.outputs / len(names)] * len(names)
+        if attention is not None and len(names) == 3:
+            key, value = attention.key_width, attention.value_width
+            widths = [attention.heads * key, attention.kv_heads * key, attention.kv_heads * value]
+        for name, width in zip(names, widths, strict=True):
+            yield name, float(product.rows * width), product.part

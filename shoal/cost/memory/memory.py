@@ -1,11 +1,11 @@
 """Memory of each rank along the axis `pp`: how many bytes, at which moment of a step, and for what.
 
-A rank holds the states of `states.py` all the time. Gradients that are sharded are an exception: if a step is
-one micro-batch, they exist in backward only. The rank also holds what `peak_candidates.py` lists for each
-moment of the step. `activation_peaks.py` says for how many micro-batches it holds activations, and
-`activations.py` how large these are. With pp > 1 there are also five messages of the stream: one received
-ahead, four being sent. With `offload` there are the buffers of `staging_bytes`, and with activations in files
-those of one more block, which is written or read while another computes.
+A rank holds the states below all the time. Gradients that are sharded are an exception: if a step is
+one micro-batch, they exist in backward only. The rank also holds what each moment of the step adds, and
+activations of several micro-batches, whose sizes `activations.py` gives. With pp > 1 there are also five
+messages of the stream: one received ahead, four being sent. With `offload` there are the
+buffers of `staging_bytes`, and with activations in files those of one more block, which is written or read
+while another computes.
 
 These are the tensors. On a GPU torch also allocates WORKSPACES for matrix products: together that is the peak
 of allocated memory. To decide what fits, a Cluster adds its `reserved` bytes (contexts, libraries' buffers)
@@ -14,6 +14,38 @@ gradients all the time, because they are made on a stream of their own and other
 memory.
 
 The memory that one kernel takes for itself, and that of the batch, are not counted.
+
+Peaks of activation memory in a pipeline, as numbers of micro-batches that a rank holds.
+
+A forward adds the activations of its stage and micro-batch; the backward B frees them. Where a backward has
+two halves, I (gradients of inputs) keeps what W (gradients of weights) needs, and W frees that. For rank r of
+p ranks, with v stages on each rank and m micro-batches, a rank holds:
+
+    gpipe, looped-bfs   all m of each stage
+    1f1b, interleaved   those of the first (v - 1) p + 2 (p - 1 - r) + 1 forwards (v = 1: p - r), which go
+                        through the stages in rounds of p; after them each forward follows a backward
+    zb-h1               p - r, and for r others what W needs
+    zb-v                2 p - 1 - r on the way down and r + 1 on the way up; and at another moment, if there
+                        are 2 p - r micro-batches, one more on the way down and one less on the way up
+    dualpipe-v          2 p - r on the way down and r + 1 on the way up
+    search              as many as the search was allowed, spread evenly over the rank's stages
+
+A stage never holds more than m. Tests compare these numbers with the schedules' tables.
+
+Bytes that training with Adam keeps for each parameter from step to step.
+
+    shard        weights     gradients   optimizer
+    none         w           4           8 + m
+    zero1        w           4           (8 + m) / s
+    zero3-once   4 / s       4           8 / s
+    zero2        w           4 / s       (8 + m) / s
+    zero3        4 / s       4 / s       8 / s
+
+These are bytes per parameter. s is the sharding degree, w the bytes of a weight, and m those of the
+optimizer's own copy of the weight: in fp32 w = 4 and m = 0, in bf16 w = 2 and m = 4. With zero3 and
+zero3-once that copy is the only one between two steps. Looser exchange keeps more: see `_of_exchange`. With
+`offload` a part that is outside of the device counts as nothing; of the optimizer's these are the moments.
+A frozen parameter has a weight alone, w bytes or with zero3 w / s.
 """
 
 from __future__ import annotations
@@ -21,22 +53,108 @@ from __future__ import annotations
 import math
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, lru_cache, partial
+from typing import NamedTuple
 
 from shoal.cluster import Cluster
 from shoal.cost.kinds import Kinds
 from shoal.cost.layout import Layout
-from shoal.cost.memory.activation_peaks import activation_peaks
-from shoal.cost.memory.activations import stream_bytes
-from shoal.cost.memory.peak_candidates import Moment, gathered_bytes, moments_of
-from shoal.cost.memory.rank import Outline, Pieces
-from shoal.cost.memory.states import States, frozen_bytes, states_of
+from shoal.cost.memory.activations import block_memory, in_file, stream_bytes
+from shoal.cost.memory.rank import Moment, Outline, Pieces, gathered_bytes, moments_of
 from shoal.cost.time.offload import fits_host, staging_bytes, tiers_on
-from shoal.cost.time.split import flop_costs, kept_pieces, pieces_by_stage, stored_pieces
+from shoal.cost.time.split import as_kept, flop_costs, kept_pieces, pieces_by_stage, stored_pieces
 from shoal.cost.time.step import Costs
-from shoal.plan import UNSHARDED, ByFields, SettledPlan, Sharding
-from shoal.plan.schedules import Held
+from shoal.plan import UNSHARDED, ByFields, Plan, SettledPlan, Sharding, Tiers
+from shoal.plan.schedules import Held, kind_of
 from shoal.workload import Workload
+
+
+@lru_cache(maxsize=1 << 12)
+def activation_peaks(
+    schedule: str, ranks: int, virtual: int, microbatches: int, limit: int | None = None
+) -> tuple[tuple[Held, ...], ...]:
+    """Return the candidate peaks of activation memory, by rank.
+
+    Args:
+        schedule: Name of the pipeline schedule.
+        ranks: Pipeline-parallel degree.
+        virtual: Stages on a rank.
+        microbatches: Micro-batches in a step.
+        limit: With schedule=search, the most that a rank may hold, in micro-batches of one stage.
+    """
+    held = kind_of(schedule).held
+    return tuple(held(rank, ranks, virtual, microbatches, limit) for rank in range(ranks))
+
+
+_FP32 = 4.0  # bytes
+
+
+class States(NamedTuple):
+    """Bytes per parameter on a rank.
+
+    Attributes:
+        weights: Bytes of the weights that compute, or of the shards that they are gathered from.
+        gradients: Bytes of the sums of gradients.
+        optimizer: Bytes of Adam's two moments, and of its copy of the weights if these have 16 bit.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+
+def states_of(plan: Plan, shards: float, tiers: Tiers | None = None) -> States:
+    """Return the bytes for each parameter that a rank has after tensor and expert parallelism.
+
+    Args:
+        plan: The Plan, which says precision and sharding.
+        shards: Sharding degree: the number of ranks that a state is cut over.
+        tiers: Where states are kept; None for the Plan's `offload` on a CPU.
+    """
+    tiers = plan.tiers.of_cpu if tiers is None else tiers
+    shards = max(shards, 1)
+    width, copy = (2.0, _FP32) if plan.element_bytes == 2 else (_FP32, 0.0)
+    moments = 2 * _FP32 if tiers.optimizer == "device" else 0.0
+    sharding = plan.sharding
+    cut = shards if sharding.cuts_optimizer else 1
+    weights = _FP32 / shards if sharding.cuts_weights else width
+    gradients = _FP32 / shards if sharding.cuts_gradients else _FP32
+    return States(
+        weights if tiers.parameters == "device" else 0.0,
+        gradients if tiers.gradients == "device" else 0.0,
+        (moments if sharding.cuts_weights else moments + copy) / cut + _of_exchange(plan, cut),
+    )
+
+
+def frozen_bytes(plan: Plan, shards: float, tiers: Tiers) -> float:
+    """Return the bytes for each frozen parameter that a rank has: a weight in the type of the compute.
+
+    The arguments are those of `states_of`.
+    """
+    if tiers.parameters != "device":
+        return 0.0
+    return plan.element_bytes / (max(shards, 1) if plan.sharding.cuts_weights else 1)
+
+
+def _of_exchange(plan: Plan, cut: float) -> float:
+    """Return what looser exchange keeps of each parameter, where a rank owns one of `cut` parts.
+
+    Local updates keep an anchor and a momentum. Error feedback keeps what it left out of each element that it
+    sends: of what the rank owns between workers, and of everything among the ranks of one worker. A rank that
+    servers join has no moments, and in their place what it sends and the values that it got.
+    """
+    exchange = plan.exchanged
+    kept = 2 * _FP32 / cut if exchange.merges else 0.0
+    if exchange.compresses and exchange.feedback:
+        is_owned = exchange.merges or exchange.is_served or plan.replicas > 1
+        kept += _FP32 / (cut if is_owned else 1)
+    return kept
+
+
+def state_bytes(plan: Plan, shards: float, tiers: Tiers | None = None) -> float:
+    """Return the sum of `states_of`."""
+    return sum(states_of(plan, shards, tiers))
+
 
 FRAGMENTS = 0.08
 """Bytes that an allocator holds in gaps which no tensor fits, as a share of the tensors' bytes."""
@@ -44,7 +162,6 @@ FRAGMENTS = 0.08
 WORKSPACES = 2 * 32 * 2.0**20
 """Bytes that torch allocates on a GPU for matrix products to work in: cuBLAS and cuBLASLt, 32 MiB each."""
 
-_FP32 = 4.0  # bytes
 _MESSAGES = 5
 
 
@@ -367,3 +484,59 @@ def _uncovered(outlines: Iterable[Outline], tightness: Sequence[float]) -> list[
             left = [other for other, is_covered in zip(left, covered, strict=True) if not is_covered]
             left.append(outline)
     return left
+
+
+class PieceMemory(NamedTuple):
+    """Bytes of a piece on each rank that has it.
+
+    Attributes:
+        name: `embedding`, `layer 0` and so on, or `end`.
+        place: Index along `pp` of the ranks that have it.
+        states: Bytes of weights, gradients and optimizer between two steps.
+        activations: Bytes that the forward of one micro-batch keeps for backward in memory.
+        stored: Bytes that it keeps in a file.
+    """
+
+    name: str
+    place: int
+    states: States
+    activations: float
+    stored: float = 0.0
+
+
+def by_piece(memories: Memories, plan: SettledPlan, batch: int) -> list[PieceMemory]:
+    """Return the memory of every piece, in the model's order.
+
+    Weights that embedding and end share count with the embedding alone.
+
+    Args:
+        memories: Memories of the workload on its machines.
+        plan: The Plan that lays it over ranks.
+        batch: Samples of a step.
+
+    Raises:
+        PlanError: The batch does not divide into the Plan's micro-batches, or the model into its stages.
+    """
+    plan, workload = SettledPlan.of(plan, batch), memories.workload
+    layout, last = memories.layout(plan), len(workload.layers) + 1
+    stages = memories.stages(plan, batch)
+    kept, stored = (which(workload, plan, stages) for which in (kept_pieces, stored_pieces))
+    placement = plan.placement if plan.pp > 1 else (0,)
+    places = {piece: place for stage, place in zip(stages, placement, strict=True) for piece in stage}
+    shards = plan.shards * plan.cp
+    dense, expert = states_of(plan, shards), states_of(plan, shards / plan.ep)
+    tiers = plan.tiers.of_cpu
+    frozen, frozen_expert = (frozen_bytes(plan, each, tiers) for each in (shards, shards / plan.ep))
+    found = []
+    for piece, block in enumerate(workload.pieces):
+        made = as_kept(block) if piece in kept else block
+        memory = block_memory(made, workload, layout, is_layer=0 < piece < last)
+        states = States(*(memory.dense * a + memory.experts * b for a, b in zip(dense, expert, strict=True)))
+        states = states._replace(
+            weights=states.weights + memory.frozen * frozen + memory.frozen_experts * frozen_expert
+        )
+        name = "embedding" if piece == 0 else "end" if piece == last else f"layer {piece - 1}"
+        if piece in stored:
+            memory = in_file(memory)
+        found.append(PieceMemory(name, places[piece], states, memory.kept, memory.stored))
+    return found

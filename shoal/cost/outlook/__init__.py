@@ -1,11 +1,17 @@
 """Long runs: failures, goodput and days. Also the bands of predictions, and a Cluster corrected by runs."""
 
 from shoal.cost.outlook.band import Band, band_between, band_of
-from shoal.cost.outlook.failure_rate import seconds_between_failures
-from shoal.cost.outlook.goodput import best_interval, goodput
-from shoal.cost.outlook.long_run import RESTART, STORAGE, LongRun, long_run
+from shoal.cost.outlook.long_run import (
+    RESTART,
+    STORAGE,
+    LongRun,
+    account_summary,
+    best_interval,
+    goodput,
+    long_run,
+    seconds_between_failures,
+)
 from shoal.cost.outlook.observation import Observation
-from shoal.cost.outlook.run_cost import account_summary
 
 __all__ = [
     "RESTART",

@@ -17,7 +17,7 @@ nothing about other passes. So forward and backward correct all rates of the dev
 the optimizer corrects the rate of streams.
 
 A run beside other work must not spoil the description. Each quantity has its spread s over the run's steps
-(`shoal.cost.outlook.spread`). Let d be the logarithm of predicted over measured seconds. Then
+(`shoal.cost.outlook.observation`). Let d be the logarithm of predicted over measured seconds. Then
 
 - runs count by 1 / (s^2 + 3 %^2): if they are equally steady, predictions are too high for some and too low
   for others by the same proportion;
@@ -41,10 +41,12 @@ from statistics import fmean, median
 from typing import TypeAlias
 
 from shoal.cluster import Calibrated, Cluster
-from shoal.cost.collectives.crossings import joined_by
+from shoal.cost.collectives.crossings import joined_by, message_seconds
 from shoal.cost.collectives.network import collective_seconds
-from shoal.cost.collectives.places import message_seconds
-from shoal.cost.outlook.changed_rates import (
+from shoal.cost.outlook.observation import (
+    SENDS,
+    Observation,
+    Transfer,
     with_all_rates,
     with_level_rate,
     with_memory_rate,
@@ -52,7 +54,6 @@ from shoal.cost.outlook.changed_rates import (
     with_steadiness,
     with_stream_rate,
 )
-from shoal.cost.outlook.observation import SENDS, Observation, Transfer
 from shoal.cost.time.jitter import straggler_share
 from shoal.cost.time.step import Costs
 from shoal.errors import ConfigError

@@ -3,26 +3,69 @@
 Each quantity has its spread over the steps, relative to its seconds, because a run beside other work tells
 little. Ranks of a pipeline's stage do equal work, so without a pipeline the differences between ranks count
 too.
+
+How much measured seconds vary: robust against a few slow steps, and not blind to many.
+
+Other work on a machine only makes steps slower. A few slow steps change neither the median nor the median
+absolute deviation. If most steps are slow, the median is a slow one, and the quick steps below it show that:
+so the spread is the larger one of two estimates of the standard deviation, by the median absolute deviation
+and by the tenth percentile, each with the factor that makes it right for normal times.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from statistics import fmean, median
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median, pstdev, quantiles
+from typing import Any, TypeVar
 
-from shoal.cost.outlook.spread import FEWEST, both, difference, spread_of
+from shoal.cluster import Cluster, Device
+from shoal.cluster.cluster import LIMIT_OF_JITTER
 from shoal.plan import SettledPlan
 from shoal.plan.group import Group
 from shoal.timeline import Kind, Lane, Timeline, explain
-from shoal.timeline.intervals import Intervals, intersect, length, subtract, union
-from shoal.timeline.kinds import seconds_by_kind
-from shoal.timeline.launch import stopped_in
-from shoal.timeline.matching import match_collectives
-from shoal.timeline.windows import StepWindows
+from shoal.timeline.breakdown import stopped_in
+from shoal.timeline.intervals import (
+    Intervals,
+    StepWindows,
+    intersect,
+    length,
+    match_collectives,
+    subtract,
+    union,
+)
+from shoal.timeline.series import seconds_by_kind
 from shoal.workload import Workload
+
+FEWEST = 3
+"""Number of measurements that have a spread."""
+
+_DEVIATIONS = 1.4826  # standard deviations in a median absolute deviation of normal times
+_TENTH = 1.2816  # standard deviations from the median of normal times to the tenth percentile
+
+
+def spread_of(seconds: Sequence[float]) -> float:
+    """Return the standard deviation of seconds over their median; infinity if they are too few to tell."""
+    if len(seconds) < FEWEST:
+        return math.inf
+    middle = median(seconds)
+    if middle <= 0:
+        return math.inf
+    around = _DEVIATIONS * median(abs(each - middle) for each in seconds)
+    below = (middle - quantiles(seconds, n=10, method="inclusive")[0]) / _TENTH
+    return max(around, below) / middle
+
+
+def difference(seconds: Sequence[float]) -> float:
+    """Return the standard deviation of seconds over their mean; 0 if all are 0."""
+    return pstdev(seconds) / fmean(seconds) if any(seconds) else 0.0
+
+
+def both(first: float, second: float) -> float:
+    """Return the spread from two independent causes."""
+    return math.hypot(first, second)
+
 
 SENDS = ("activation", "gradient", "shift")
 """Operations that send a message to one rank."""
@@ -161,3 +204,69 @@ def _settled(steps: Mapping[int, _Step]) -> list[_Step]:
     """Return the steps in order, without the first ones, which warm up, if enough are left."""
     found = [steps[index] for index in sorted(steps)]
     return found[_WARM_UP:] if len(found) >= _WARM_UP + FEWEST else found
+
+
+_PRODUCT_SHARES = ("product_share", "attention_share", "attention_backward_share")  # once the clock is whole
+_LEVEL_SHARES = ("share", "exchange_share", "packet_share", "reduction_share")
+_LEAST_SHARE = 1e-3
+_STEADY = 0.05  # jitter for the factor if the Cluster has none
+
+
+def with_all_rates(cluster: Cluster, factor: float) -> Cluster:
+    """Return the Cluster with all rates of the device times a factor."""
+    return cluster.with_each_device(lambda device: device.slowed(1 / factor))
+
+
+def with_stream_rate(cluster: Cluster, factor: float) -> Cluster:
+    """Return the Cluster with the rate of streams times a factor."""
+
+    def changed(device: Device) -> Device:
+        share = _share((device.stream_share or device.bandwidth_share) * factor)
+        return replace(device, stream_share=share)
+
+    return cluster.with_each_device(changed)
+
+
+def with_memory_rate(cluster: Cluster, factor: float) -> Cluster:
+    """Return the Cluster with the rates of passes over memory and of streams times a factor."""
+
+    def changed(device: Device) -> Device:
+        changes = {name: getattr(device, name) for name in ("bandwidth_share", "stream_share")}
+        shares: dict[str, Any] = {name: _share(value * factor) for name, value in changes.items() if value}
+        return replace(device, **shares)
+
+    return cluster.with_each_device(changed)
+
+
+def with_product_rates(cluster: Cluster, factor: float) -> Cluster:
+    """Return the Cluster with the rates of products and attention times a factor."""
+
+    def changed(device: Device) -> Device:
+        sustained = device.sustained * factor
+        changes: dict[str, Any] = {"sustained": _share(sustained)}
+        if sustained > 1:
+            changes |= {name: _share(getattr(device, name) * sustained) for name in _PRODUCT_SHARES}
+        return replace(device, **changes)
+
+    return cluster.with_each_device(changed)
+
+
+def with_steadiness(cluster: Cluster, factor: float) -> Cluster:
+    """Return the Cluster with its jitter divided by a factor."""
+    return cluster.replace(jitter=min(LIMIT_OF_JITTER, (cluster.jitter or _STEADY) / factor))
+
+
+def with_level_rate(cluster: Cluster, factor: float, *, index: int) -> Cluster:
+    """Return the Cluster with the rates of one level of links times a factor."""
+    level = cluster.levels[index]
+    if cluster.cores:
+        level = replace(level, bandwidth=level.bandwidth * factor)
+    else:
+        reached = {name: getattr(level, name) for name in _LEVEL_SHARES}
+        shares: dict[str, Any] = {name: _share(share * factor) for name, share in reached.items() if share}
+        level = replace(level, **shares)
+    return cluster.replace(levels=(*cluster.levels[:index], level, *cluster.levels[index + 1 :]))
+
+
+def _share(value: float) -> float:
+    return min(1.0, max(_LEAST_SHARE, value))

@@ -1,31 +1,34 @@
 """Seconds of operations, blocks and buckets, and a lower bound on those of a step."""
 
-from shoal.cost.time.attention import attention_seconds
-from shoal.cost.time.block import BlockCost, block_cost
-from shoal.cost.time.bucket_times import copy_seconds, gather_seconds, reduce_seconds
+from shoal.cost.time.block import BlockCost, Join, Joined, behind_the_mean, block_cost
 from shoal.cost.time.buckets import (
     Bucket,
     Family,
+    Sum,
+    Wire,
     buckets_of,
+    copy_seconds,
     families_of,
     families_over,
+    gather_seconds,
     parameters_on_rank,
+    payload_bytes,
+    reduce_seconds,
 )
-from shoal.cost.time.crowding import crowded_seconds
+from shoal.cost.time.compute import (
+    attention_seconds,
+    depth_of,
+    pass_seconds,
+    product_seconds,
+    starts_of,
+    stream_seconds,
+)
 from shoal.cost.time.data_parallel import StageWork
-from shoal.cost.time.host import starts_of
 from shoal.cost.time.hosts import settled_compile
-from shoal.cost.time.jitter import straggler_share
-from shoal.cost.time.joins import Join, Joined
-from shoal.cost.time.losses import compute_parts
-from shoal.cost.time.maximum import lognormal_maximum, normal_maximum
+from shoal.cost.time.jitter import lognormal_maximum, normal_maximum, straggler_share
+from shoal.cost.time.merges import ServedTimes, served_times
 from shoal.cost.time.offload import update_outside
-from shoal.cost.time.passes import pass_seconds, stream_seconds
-from shoal.cost.time.products import depth_of, product_seconds
-from shoal.cost.time.served import ServedTimes, served_times
-from shoal.cost.time.suited import workload_on
-from shoal.cost.time.synchronisations import behind_the_mean
-from shoal.cost.time.wire import Sum, Wire, payload_bytes
+from shoal.cost.time.step import compute_parts, crowded_seconds, workload_on
 
 __all__ = [
     "BlockCost",

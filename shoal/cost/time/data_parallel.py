@@ -29,24 +29,312 @@ gradients, each may fill the gaps of the other, so that only their sum or the gr
                   backward of the layers before the one that waits last
 
 `shoal.simulate` plays what really happens, which takes as long or longer; a test holds that.
+
+The buckets of one stage, and their seconds when nothing runs beside them.
+
+Which blocks each bucket has depends on the stage's blocks, on tensor and expert parallelism, and on the size
+of buckets: this is found once for all meshes. A mesh gives the ranks that communicate each family of
+parameters. Most buckets of a stage are equal, and their seconds are computed once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, partial
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
+from itertools import groupby
 from typing import NamedTuple
 
 from shoal.cluster import Cluster
+from shoal.cost.collectives.network import collective_load
 from shoal.cost.layout import Layout
 from shoal.cost.time.block import BlockCost
-from shoal.cost.time.bucket_times import bucket_times
-from shoal.cost.time.buckets import Family, families_of
+from shoal.cost.time.buckets import (
+    NOTHING,
+    Bucket,
+    BucketTimes,
+    Family,
+    Wire,
+    bucket_times,
+    families_of,
+    fill,
+    held_by_block,
+)
 from shoal.cost.time.least import Passes
-from shoal.cost.time.stage_buckets import Runs, StageBuckets, or_smaller, stage_buckets
-from shoal.cost.time.wire import Wire
 from shoal.plan import SettledPlan
 from shoal.workload import Block, Workload
+
+Runs = tuple[tuple[Block, int], ...]
+"""Blocks in order, each with the number of equal blocks that follow one another."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageBuckets:
+    """Seconds of one stage's buckets when nothing runs beside them, and the blocks that compute between them.
+
+    Attributes:
+        reduce: Seconds to reduce all gradients.
+        last: Seconds to reduce the buckets that are complete when backward ends.
+        meets: Buckets that others wait for: for each the blocks whose backward runs before it is complete,
+            seconds that copies add to that, and seconds to reduce it and all after it.
+        gather: Seconds to gather all weights without those of embedding and end.
+        ends: Seconds to gather the weights of embedding and end.
+        first: Seconds to gather the weights that the first layer needs.
+        top: Seconds to gather the weights that the last layer needs.
+        front: Blocks whose forward runs before the first layer's.
+        behind: Blocks whose backward runs before the last layer's.
+        after: Blocks whose forward runs after the last bucket has come.
+        beside: Layers whose backward runs beside the gathers of a backward.
+        reduce_load, gather_load: Mean load of reduce without `last`, and of gather without `first`, on the
+            device (`network.collective_load`).
+        reduce_loaded, gather_loaded: Seconds of all reduces and gathers, each times its load.
+        most_load: Largest load of any of them.
+        copy: Seconds that copies of gradients to buckets add to backward.
+    """
+
+    reduce: float
+    last: float
+    meets: tuple[tuple[Runs, float, float], ...]
+    gather: float
+    ends: float
+    first: float
+    top: float
+    front: Runs
+    behind: Runs
+    after: Runs
+    beside: Runs
+    reduce_load: float
+    gather_load: float
+    reduce_loaded: float
+    gather_loaded: float
+    most_load: float
+    copy: float
+
+
+class _Kind(NamedTuple):
+    """Equal buckets.
+
+    Attributes:
+        family: Number of the family of their parameters.
+        parameters: Number of parameters of one bucket on the rank that are trained.
+        number: Number of buckets that stand for one.
+        frozen: Number of other parameters that are gathered with them.
+    """
+
+    family: int
+    parameters: float
+    number: int
+    frozen: float
+
+
+_Numbers = tuple[int, ...]
+"""Kinds of buckets, by number."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """The buckets of a stage, whichever ranks communicate them.
+
+    Attributes:
+        kinds: The kinds of buckets.
+        every, layers: Kinds of all buckets, and of those of layers, in the order of backward.
+        first, top: Kinds of the buckets that the first layer needs, and of those that the last layer needs.
+        places: For each position at which backward completes buckets: their kinds, the blocks whose backward
+            has run by then, and those of them whose backward ran since the position before.
+        front, behind, after, beside: See `StageBuckets`.
+    """
+
+    kinds: tuple[_Kind, ...]
+    every: _Numbers
+    layers: _Numbers
+    first: _Numbers
+    top: _Numbers
+    places: tuple[tuple[_Numbers, Runs, Runs], ...]
+    front: Runs
+    behind: Runs
+    after: Runs
+    beside: Runs
+
+
+def stage_buckets(
+    runs: Runs,
+    ends: tuple[Block, Block],
+    families: tuple[Family, ...],
+    tp: int,
+    ep: int,
+    width: int,
+    bucket: int | None,
+    cluster: Cluster,
+    seconds: Callable[[Bucket], BucketTimes],
+    *,
+    copies: bool,
+) -> StageBuckets:
+    """Return the seconds of a stage's buckets.
+
+    Args:
+        runs: Blocks of the stage.
+        ends: The model's embedding and end.
+        families: The families of its parameters.
+        tp, ep: Degrees of tensor and expert parallelism.
+        width: Bytes of a weight that computes.
+        bucket: Bytes of weights at which a bucket is closed; None if weights are cut: each block is a bucket.
+        cluster: The machines.
+        seconds: Function that gives the seconds of a bucket.
+        copies: Whether gradients are cut, and so copied to their buckets in every backward.
+    """
+    capacity = None if bucket is None else bucket / width
+    order = _order(runs, ends, tuple([each.kinds for each in families]), tp, ep, capacity)
+    times = [
+        seconds(Bucket(each.parameters, 0, 0, families[each.family], each.number, each.frozen))
+        for each in order.kinds
+    ]
+
+    def together(numbers: _Numbers) -> BucketTimes:
+        return BucketTimes(*map(sum, zip(NOTHING, *[times[each] for each in numbers], strict=True)))
+
+    every, of_layers, last = together(order.every), together(order.layers), together(order.places[-1][0])
+    first = together(order.first)
+    return StageBuckets(
+        reduce=every.reduce,
+        last=last.reduce,
+        meets=_meets(order, together, copies=copies),
+        gather=of_layers.gather,
+        ends=every.gather - of_layers.gather,
+        first=first.gather,
+        top=together(order.top).gather,
+        front=order.front,
+        behind=order.behind,
+        after=order.after,
+        beside=order.beside,
+        reduce_load=_mean(every.reduce_loaded - last.reduce_loaded, every.reduce - last.reduce),
+        gather_load=_mean(of_layers.gather_loaded - first.gather_loaded, of_layers.gather - first.gather),
+        reduce_loaded=every.reduce_loaded,
+        gather_loaded=every.gather_loaded,
+        most_load=max((_most_load(families[each.family], cluster) for each in order.kinds), default=0.0),
+        copy=every.copy if copies else 0.0,
+    )
+
+
+def or_smaller(found: StageBuckets, *, begins: bool, ends: bool) -> StageBuckets:
+    """Return lower bounds on the seconds of these buckets, and of smaller ones, whose bytes take longer.
+
+    Smaller ones can be hidden but for those of the embedding and the end, which are equal in any size.
+
+    Args:
+        found: The buckets.
+        begins: Whether the first block is the embedding or the end.
+        ends: Whether the last block is one of these.
+    """
+    hidden = found.gather - found.first
+    return replace(
+        found,
+        last=found.last if begins else 0.0,
+        reduce_load=found.reduce_load if begins else _mean(found.reduce_loaded, found.reduce),
+        meets=found.meets[:1] if ends else (((), 0.0, found.reduce),),
+        first=0.0,
+        gather_load=_mean(found.gather_load * hidden, found.gather),
+        front=(),
+        after=(),
+    )
+
+
+def runs_of(blocks: Iterable[Block]) -> Runs:
+    """Return blocks in order, equal neighbours as one run."""
+    return tuple((block, sum(1 for _ in alike)) for block, alike in groupby(blocks))
+
+
+@lru_cache(maxsize=1 << 13)
+def _order(
+    runs: Runs,
+    ends: tuple[Block, Block],
+    families: tuple[tuple[str, ...], ...],
+    tp: int,
+    ep: int,
+    capacity: float | None,
+) -> _Order:
+    """Return the buckets of a stage.
+
+    Args:
+        runs: Blocks of the stage.
+        ends: The model's embedding and end.
+        families: The fields of `Parameters` that each family has.
+        tp, ep: Degrees of tensor and expert parallelism.
+        capacity: Parameters at which a bucket is closed; None if each block is a bucket.
+    """
+    blocks = [block for block, number in runs for _ in range(number)]
+    roots = [position for position, block in enumerate(blocks) if block in ends]
+    by_block = capacity is None
+    held, frozen = held_by_block(blocks, tp, ep, by_block)
+    filled = []
+    for family, kinds in enumerate(families):
+        counts, beside = (
+            [sum([getattr(each, kind) for kind in kinds]) for each in of] for of in (held, frozen)
+        )
+        for size, first, last, number in fill(
+            counts, roots, math.inf if capacity is None else capacity, by_block
+        ):
+            filled.append((first, last, _Kind(family, size - beside[first], number, beside[first])))
+    filled.sort(key=lambda each: -each[0])
+    numbers: dict[_Kind, int] = {}
+    timed = [(first, last, numbers.setdefault(kind, len(numbers))) for first, last, kind in filled]
+    layers = [each for each in timed if each[0] not in roots]
+    lowest = min((first for first, _, _ in layers), default=0)
+    highest = max((last for _, last, _ in layers), default=0)
+    lowest_last = min((last for _, last, _ in layers), default=0)
+    last_first = max((first for first, _, _ in layers), default=len(blocks))
+    places, before = [], len(blocks)
+    for first, there in groupby(timed, key=lambda each: each[0]):
+        kinds_there = tuple([number for _, _, number in there])
+        places.append((kinds_there, runs_of(blocks[first:]), runs_of(blocks[first:before])))
+        before = first
+    return _Order(
+        kinds=tuple(numbers),
+        every=tuple([number for _, _, number in timed]),
+        layers=tuple([number for _, _, number in layers]),
+        first=tuple([number for first, _, number in layers if first == lowest]),
+        top=tuple([number for _, last, number in layers if last == highest]),
+        places=tuple(places),
+        front=runs_of(blocks[:lowest]),
+        behind=runs_of(blocks[highest + 1 :]),
+        after=runs_of(blocks[last_first:]),
+        beside=runs_of(blocks[lowest_last + 1 : highest + 1]),
+    )
+
+
+def _meets(
+    order: _Order, together: Callable[[_Numbers], BucketTimes], *, copies: bool
+) -> tuple[tuple[Runs, float, float], ...]:
+    """Return the first and the last of each run of equal buckets: between them the seconds grow evenly."""
+    found: list[tuple[Runs, float, float]] = []
+    known = {numbers: together(numbers) for numbers in {each for each, _, _ in order.places}}
+    times = [known[numbers] for numbers, _, _ in order.places]
+    copied, rest = 0.0, sum([each.reduce for each in times])
+    last = len(times) - 1
+    for number, ((numbers, lead, between), each) in enumerate(zip(order.places, times, strict=True)):
+        copied += each.copy if copies else 0.0
+        if number in (0, last) or not (
+            _is_alike(order.places[number - 1], numbers, between)
+            and _is_alike(order.places[number + 1], numbers, between)
+        ):
+            found.append((lead, copied, rest))
+        rest -= each.reduce
+    return tuple(found)
+
+
+def _is_alike(place: tuple[_Numbers, Runs, Runs], numbers: _Numbers, between: Runs) -> bool:
+    """Return whether a place has buckets of these kinds, after the backward of these blocks."""
+    return place[0] == numbers and place[2] == between
+
+
+def _most_load(family: Family, cluster: Cluster) -> float:
+    """Return the larger of the loads of a family's communications on the device."""
+    return max(collective_load(family.shards, cluster), collective_load(family.replicas, cluster))
+
+
+def _mean(loaded: float, seconds: float) -> float:
+    """Return the mean load of communications that take so many seconds."""
+    return loaded / seconds if seconds > 0 else 0.0
 
 
 class StageWork(NamedTuple):

@@ -1,6 +1,6 @@
 """Costs of blocks with the device's waits for the host, and the choice that `compile=auto` leaves open.
 
-The waits of a micro-batch follow from all blocks together (`host.py`). They are shared out to the blocks
+The waits of a micro-batch follow from all blocks together (`compute.py`). They are shared out to the blocks
 whose start takes the host longer than the device needs, in proportion to the difference.
 
 Where devices differ, all ranks compile the same: what is quicker on the devices that take longest.
@@ -17,7 +17,7 @@ from shoal.cluster import Cluster
 from shoal.cost.kinds import views_of
 from shoal.cost.layout import Layout
 from shoal.cost.time.block import BlockCost, block_cost, has_experts
-from shoal.cost.time.host import Stretch, waits_of
+from shoal.cost.time.compute import Stretch, waits_of
 from shoal.plan import SettledPlan
 from shoal.workload import Block, Workload
 

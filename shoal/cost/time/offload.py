@@ -27,14 +27,69 @@ ZeRO-Offload (Ren et al., arXiv:2101.06840) and ZeRO-Infinity (Rajbhandari et al
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shoal.cluster import Cluster
-from shoal.cost.time.stored import Stored
+from shoal.cost.layout import Layout
+from shoal.cost.memory.activations import kept_bytes
+from shoal.cost.time.buckets import SUM_WIDTH, Wire, owned_by_rank
+from shoal.cost.time.split import stored_pieces
 from shoal.errors import ClusterError
-from shoal.plan import BLOCK_ELEMENTS, BUFFERS, Plan, Tiers
+from shoal.plan import BLOCK_ELEMENTS, BUFFERS, Groups, Plan, SettledPlan, Tiers
 from shoal.units import format_bytes
+from shoal.workload import Block, Parameters, Workload
+
+
+class Stored(NamedTuple):
+    """Bytes of a micro-batch's activations on a rank.
+
+    Attributes:
+        every: Bytes in files.
+        last: Bytes in files of blocks at the end of a stage, whose backward waits for them when it begins.
+    """
+
+    every: float = 0.0
+    last: float = 0.0
+
+
+def stored_bytes(
+    workload: Workload,
+    plan: SettledPlan,
+    stages: Sequence[range],
+    pieces: Sequence[Block],
+    layout: Layout,
+    place: int,
+) -> Stored:
+    """Return the bytes of activations on a rank.
+
+    Args:
+        workload: The Workload.
+        plan: The Plan.
+        stages: The pieces of each stage.
+        pieces: The Workload's pieces, those that recompute leaves out as kept.
+        layout: The Plan's layout, settled.
+        place: The rank's place along the pipeline.
+    """
+    if not plan.tiers.has_files:
+        return Stored()
+    stored = stored_pieces(workload, plan, stages)
+    known: dict[Block, float] = {}
+    every = last = 0.0
+    for stage, rank in zip(stages, plan.placement if plan.pp > 1 else (0,), strict=True):
+        layers = range(max(stage.start, 1), min(stage.stop, len(workload.layers) + 1))
+        for piece in layers if rank == place else ():
+            if piece not in stored:
+                continue
+            block = pieces[piece]
+            if block not in known:
+                known[block] = kept_bytes(block, workload, layout, is_layer=True)
+            every += known[block]
+            if piece == layers[-1]:
+                last += known[block]
+    return Stored(every, last)
+
 
 _FP32 = 4.0  # bytes
 _MOMENTS = 2
@@ -234,3 +289,48 @@ def _known(cluster: Cluster, name: str, rate: float) -> float:
             change=f"write {name} into the cluster's .toml file, or choose another cluster",
         )
     return rate
+
+
+UPDATE_BYTES = (
+    30  # Adam reads gradient, master weight, two moments; it writes the last three and a 16-bit weight
+)
+_NORM_BYTES = 4  # reads the sums of gradients
+_COPY_BYTES = 6  # reads the weight in fp32, writes the 16-bit weight that computes
+
+
+def update_bytes(plan: SettledPlan, parameters: Parameters, *, is_torch: bool) -> float:
+    """Return the bytes that the optimizer moves for a rank's shard; 0 if parameter servers make its step.
+
+    Args:
+        plan: The Plan.
+        parameters: Parameters that the rank holds.
+        is_torch: Whether torch's operators compute, and no kernel that is fused further.
+    """
+    if plan.exchange == "server":
+        return 0.0
+    nbytes = UPDATE_BYTES
+    if is_torch:
+        nbytes = _NORM_BYTES + _ADAM_BYTES + (_COPY_BYTES if plan.element_bytes == 2 else 0)
+    return nbytes * owned_by_rank(parameters, plan)
+
+
+def gradient_sum_bytes(
+    plan: SettledPlan, parameters: Parameters, count: int, workload: Workload, *, is_torch: bool
+) -> float:
+    """Return the bytes that torch moves to add the gradients of `count` micro-batches to sums in fp32.
+
+    The first gradient is copied. Products may add them without a pass. If each is copied to a bucket that
+    ranks reduce at once, there is no pass here. With reduce=bf16 the sums are cast, and cast back. The other
+    arguments are those of `update_bytes`.
+    """
+    dense = Groups.of(plan).dense
+    ranks = dense.shards.size * dense.summed.size
+    if plan.sharding.cuts_gradients and dense.shards.size > 1:
+        return 0.0
+    nbytes = 0
+    if is_torch:
+        nbytes = count * (plan.element_bytes + SUM_WIDTH) + (count - 1) * SUM_WIDTH
+    sent = Wire.of(plan, workload).width
+    if ranks > 1 and sent != SUM_WIDTH:
+        nbytes += 2 * (SUM_WIDTH + sent)
+    return float(nbytes * (parameters.whole + parameters.divided + parameters.experts))

@@ -21,36 +21,141 @@ the slowest rank. Communication beside compute slows the compute by `contention`
 
 Where devices differ, each rank along the pipeline costs what it costs on those of its devices that take
 longest: `at` gives the costs there, which are those of a uniform Cluster.
+
+Seconds of a step where ranks outnumber the cores that they compute on.
+
+Rates that were measured with all ranks busy are the rates of a share of a core. A rank that waits, as in a
+pipeline, leaves its share to the others: with k of n ranks at work on c cores, each has c / k of a core
+instead of c / n, and at most a whole core. All working ranks speed up by the same factor, so the order of
+events does not change. A step that was simulated at the shared rate only needs a faster clock. It takes
+
+    integral over the step of max(k, c) / n dt
+
+What compute is made of: the seconds that its FLOP need at the device's peak, and what is lost beyond them.
+
+ideal       the FLOP of products and attention at the peak of the precision; causal attention has half
+products    products take longer: their tiles and waves are not full, memory is slow, the clock is lower
+attention   attention takes longer
+passes      passes over memory, and the passes in which products' operands are cast to 8 bits
+recompute   what backward computes again
+host        the device waits for the host
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 
 from shoal.cluster import Cluster
-from shoal.cost.alike import Alike, alike_of
+from shoal.cost.collectives.crossings import alike_boundaries, message_bytes, message_seconds
 from shoal.cost.collectives.network import collective_seconds
-from shoal.cost.collectives.places import alike_boundaries, message_bytes, message_seconds
-from shoal.cost.kinds import ByKind, Kinds, views_of
+from shoal.cost.kinds import Alike, ByKind, Kinds, alike_of, views_of
 from shoal.cost.layout import Layout
-from shoal.cost.time.block import BlockCost
+from shoal.cost.time.block import BlockCost, block_cost
 from shoal.cost.time.buckets import owned_by_rank, parameters_on_rank
-from shoal.cost.time.data_parallel import DataParallelCosts, ExchangeCost, StageWork
+from shoal.cost.time.compute import operation_flop, operation_seconds, stream_seconds
+from shoal.cost.time.data_parallel import DataParallelCosts, ExchangeCost, Runs, StageWork, runs_of
 from shoal.cost.time.hosts import HostCosts, host_costs
 from shoal.cost.time.jitter import straggler_share
 from shoal.cost.time.least import Beside, Passes, least_end
 from shoal.cost.time.merges import Merge, merge_of
-from shoal.cost.time.offload import Offload, offload_of, require_host
-from shoal.cost.time.passes import stream_seconds
+from shoal.cost.time.offload import (
+    Offload,
+    gradient_sum_bytes,
+    offload_of,
+    require_host,
+    stored_bytes,
+    update_bytes,
+)
 from shoal.cost.time.split import as_kept, kept_pieces, pieces_by_stage
-from shoal.cost.time.stage_buckets import Runs, runs_of
-from shoal.cost.time.stage_cost import StageCost, backward_waited_for, works_by_stage
-from shoal.cost.time.stored import stored_bytes
-from shoal.cost.time.update import gradient_sum_bytes, update_bytes
 from shoal.plan import Boundary, ByFields, Group, Groups, SettledPlan
 from shoal.plan.stages import Cost
-from shoal.workload import Block, Parameters, Workload
+from shoal.workload import (
+    Attention,
+    Block,
+    ModelShape,
+    Parameters,
+    Pass,
+    Product,
+    Workload,
+    compilable_workload_of,
+    workload_of,
+)
+
+
+def crowded_seconds(seconds: float, busy: Iterable[tuple[float, float]], ranks: int, cores: int) -> float:
+    """Rescale the seconds of a simulated step whose ranks outnumber the cores.
+
+    Args:
+        seconds: Seconds of the step, simulated at the rate that each rank has while all ranks work.
+        busy: Intervals in which ranks work; those of one rank do not overlap.
+        ranks: Number of ranks that share the cores.
+        cores: Number of cores, fewer than ranks.
+    """
+    changes = sorted(change for start, stop in busy for change in ((start, 1), (stop, -1)))
+    total = reached = 0.0
+    working = 0
+    for moment, change in (*changes, (seconds, 0)):
+        total += (moment - reached) * max(working, cores) / ranks
+        reached, working = moment, working + change
+    return total
+
+
+def workload_on(cluster: Cluster, shape: ModelShape) -> Workload:
+    """Return the Workload of a shape as Shoal trains it.
+
+    On GPUs torch's kernels are compiled or run one by one, as the Plan says. On cores, torch's norm is
+    several operators, which keep more.
+
+    Args:
+        cluster: The machines that it is trained on.
+        shape: Shape of the model.
+    """
+    if cluster.cores or not shape.fused_passes:
+        return workload_of(shape.replace(fused_passes=False))
+    return compilable_workload_of(shape)
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """Seconds of all stages of one rank, for one micro-batch.
+
+    Attributes:
+        forward, input, weight: Seconds of forward and of the two halves of backward, with waits in blocks.
+        tensor, context, expert: Seconds of communication in these, forward and backward together.
+        late: Seconds in these that ranks wait for late ranks.
+        parameters: Number of parameters on the rank.
+        stages: Work of each stage.
+    """
+
+    forward: float
+    input: float
+    weight: float
+    tensor: float
+    context: float
+    expert: float
+    late: float
+    parameters: Parameters
+    stages: tuple[StageWork, ...]
+
+    @property
+    def total(self) -> float:
+        """Seconds of forward and backward."""
+        return self.forward + self.input + self.weight
+
+
+def works_by_stage(plan: SettledPlan, stages: Sequence[StageCost]) -> list[StageWork]:
+    """Return the work of each stage of the pipeline, from that of each rank."""
+    held = [iter(each.stages) for each in stages]
+    return [next(held[rank]) for rank in (plan.placement if plan.pp > 1 else (0,))]
+
+
+def backward_waited_for(plan: SettledPlan, work: StageWork) -> float:
+    """Return the seconds of the part of a stage's backward that the stage before waits for."""
+    return work.backward - work.weight if plan.has_halves else work.backward
+
 
 _Held = tuple[Runs, ...]
 """The blocks of each stage of a rank."""
@@ -345,3 +450,46 @@ def _beside(stage: StageCost, exchanges: Sequence[ExchangeCost], count: int) -> 
     slowing = [first.beside_first, *(each.beside for each in others)]
     stops = count * sum(sum(work.stops) for work in stage.stages)
     return Beside(sum(each for each, _ in slowing), max(most for _, most in slowing), stops)
+
+
+def compute_parts(costs: Costs, blocks: Sequence[Block], layout: Layout) -> Mapping[str, float]:
+    """Return the seconds of compute of these blocks for one micro-batch, by the parts above.
+
+    Args:
+        costs: Costs of the blocks' workload.
+        blocks: Blocks of one rank.
+        layout: How they are laid over ranks.
+    """
+    parts: defaultdict[str, float] = defaultdict(float)
+    for block, number in Counter(blocks).items():
+        for name, seconds in _of_block(costs, block, layout).items():
+            parts[name] += number * seconds
+    return parts
+
+
+def _of_block(costs: Costs, block: Block, layout: Layout) -> Mapping[str, float]:
+    workload, cluster = costs.workload, costs.cluster
+    device, made = cluster.device, block.under(costs.settled(layout).compile)
+    is_layer = block is not workload.embedding and block is not workload.end
+    laid = layout if is_layer or layout.precision != "fp8" else layout._replace(precision="bf16")
+    parts: defaultdict[str, float] = defaultdict(float)
+    for operation in made.operations:
+        seconds = sum(operation_seconds(operation, device, laid))
+        if isinstance(operation, Pass):
+            parts["passes"] += seconds
+            continue
+        ideal = operation_flop(operation, laid) / device.flops(laid.precision)
+        parts["ideal"] += ideal
+        if isinstance(operation, Product):
+            parts["products"] += seconds - ideal
+        elif isinstance(operation, Attention):
+            parts["attention"] += seconds - ideal
+    plain = costs.settled(layout)._replace(recompute="none")
+    alone = block_cost(block, workload.hidden, workload.length, cluster, plain, is_layer=is_layer).compute
+    again = block_cost(
+        block, workload.hidden, workload.length, cluster, costs.settled(layout), is_layer=is_layer
+    ).compute
+    parts["passes"] += sum(alone) - sum(parts.values())  # casts to 8 bits
+    parts["recompute"] = sum(again) - sum(alone)
+    parts["host"] = max(0.0, sum(costs.block(block, layout).compute) - sum(again))
+    return parts

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import PlanError
-from shoal.models.nested import children_of, map_children, refuse_hidden, tensors_in
+from shoal.models.task import children_of, map_children, refuse_hidden, tensors_in
 from shoal.parallel.axes import Axes
 from shoal.parallel.communication import Axis
 

@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from shoal.errors import PlanError
-from shoal.models.attention import causal_attention
-from shoal.models.documents import Documents
+from shoal.models.attention import Documents, causal_attention
 from shoal.models.once_differentiable import once_differentiable
 from shoal.parallel.access import between_graphs
 from shoal.parallel.communication import Axis

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from shoal.models.nested import tensors_in
+from shoal.models.task import tensors_in
 from shoal.parallel.access import between_graphs, outside_graphs, watch, watch_calls
 
 NO_BACKWARD = -1

@@ -17,8 +17,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from shoal.errors import LayoutError, TrainingError
 from shoal.parallel.data.block_order import NO_BACKWARD
-from shoal.parallel.data.bucket import Bucket
-from shoal.parallel.data.compressed_bucket import CompressedBucket
+from shoal.parallel.data.bucket import Bucket, CompressedBucket
 from shoal.parallel.data.gradient_sum import GradientSum
 
 

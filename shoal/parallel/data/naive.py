@@ -15,7 +15,7 @@ import torch
 from torch.autograd import Variable
 
 from shoal.parallel.data.block_order import NO_BACKWARD
-from shoal.parallel.data.gradient_hooks import GradientHooks
+from shoal.parallel.data.gradient_sum import GradientHooks
 from shoal.parallel.data.strategy import Setup, Strategy
 from shoal.parallel.owned import Frozen, Owned
 

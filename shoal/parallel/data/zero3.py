@@ -26,12 +26,10 @@ import torch
 
 from shoal.parallel.access import require_no_gradient_transform
 from shoal.parallel.data.block_order import BlockOrder, Visits
-from shoal.parallel.data.blocks import groups_by_block
-from shoal.parallel.data.bucket import Bucket
-from shoal.parallel.data.compressed_bucket import CompressedBucket
+from shoal.parallel.data.bucket import Bucket, CompressedBucket
 from shoal.parallel.data.gradient import GradientReduction
 from shoal.parallel.data.gradient_sum import GradientSum
-from shoal.parallel.data.strategy import Setup, Strategy
+from shoal.parallel.data.strategy import Setup, Strategy, groups_by_block
 from shoal.parallel.owned import Frozen, Owned
 from shoal.plan import Sharding
 

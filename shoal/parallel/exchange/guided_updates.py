@@ -14,9 +14,8 @@ from typing import Any, NamedTuple, final
 import torch
 from torch.optim import Optimizer
 
-from shoal.parallel.exchange.local_updates import LocalUpdates
-from shoal.parallel.exchange.mean_gradient import average_gradients
-from shoal.parallel.exchange.outer_settings import outer_settings
+from shoal.parallel.exchange.local_updates import LocalUpdates, average_gradients
+from shoal.parallel.exchange.merges import outer_settings
 from shoal.parallel.exchange.worker_exchange import STEPS, WorkerUpdates
 from shoal.parallel.optimizer.composed import copy_settings
 from shoal.parallel.parallel import Parallel

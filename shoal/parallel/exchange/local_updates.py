@@ -8,36 +8,166 @@ worker i now:
     x = x - rate (d + momentum m)
     y_i = x
 
-The momentum grows in the first rounds (`outer_settings.py`).
+The momentum grows in the first rounds (`merges.py`).
 
 It is DiLoCo (Douillard et al., arXiv:2311.08105), with SparseLoCo's compression (Sarfi et al.,
 arXiv:2508.15706). With rate 1 and momentum 0 it is local SGD (Stich, arXiv:1805.09767). Fragments are merged
 in different steps (Streaming DiLoCo: Douillard et al., arXiv:2501.18512). If a merge takes `delay` steps,
 workers go on meanwhile, and y_i keeps what these steps changed: y_i = y_i + (new x - y_i when it began).
+
+The mean over workers of what their optimizers keep.
+
+Workers may keep unlike things: an optimizer has a state of the parameters that got a gradient, and workers
+that route tokens otherwise use other experts. So they first tell each other what they have.
+
+    for each element    the mean over all workers; zeros where a worker has no such state, as before the first
+                        gradient
+    counts              the largest: a worker that did not use a parameter has seen zeros in as many steps
+    other numbers       the mean over the workers that have one
+    other tensors       those of the first worker that has them, such as codes of 8 bits
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any, final
 
 import torch
 from torch.optim import Optimizer
 
+from shoal.collectives.values import all_gather_value
 from shoal.errors import TrainingError
-from shoal.parallel.communication import Axis, Pending
-from shoal.parallel.exchange.mean_gradient import average_gradients
-from shoal.parallel.exchange.merges import Merges
-from shoal.parallel.exchange.outer_settings import Outer, outer_settings
-from shoal.parallel.exchange.outer_state import OuterState
-from shoal.parallel.exchange.rounds import Rounds
+from shoal.parallel.communication import Axis, Pending, new_buffer
+from shoal.parallel.exchange.merges import Merges, Outer, OuterState, Rounds, outer_settings, vectors_of
 from shoal.parallel.exchange.sums import CompressedSum
 from shoal.parallel.exchange.worker_exchange import STEPS, WorkerUpdates
-from shoal.parallel.exchange.worker_states import average_states
-from shoal.parallel.owned import checksum
+from shoal.parallel.offload.offloaded_optimizer import OffloadedOptimizer
+from shoal.parallel.optimizer.composed import parts_of
+from shoal.parallel.owned import Owned, checksum, local_part
 from shoal.parallel.parallel import Parallel
+from shoal.parallel.place import on_device
 from shoal.plan import Exchange
+
+
+@torch.no_grad()
+def average_gradients(parallel: Parallel) -> None:
+    """Average the gradients over the workers; all ranks call it together.
+
+    A parameter that a worker did not use counts as zero there, and gets the mean too. A parameter that no
+    worker used keeps no gradient. Only a worker that lacks a gradient looks at how many have it.
+
+    Args:
+        parallel: The model, whose backward summed the gradients of one worker.
+    """
+    axis = parallel.axes.workers
+    if axis.size == 1:
+        return
+    begun = []
+    for each in vectors_of(parallel, parallel.owned):
+        elements, gradients = each.elements, [owned.gradient for owned in each.owned]
+        packed = new_buffer(elements + len(gradients), dtype=torch.float32, device=each.device)
+        views, presence = each.views(packed[:elements]), packed[elements:]
+        for view, gradient in zip(views, gradients, strict=True):
+            view.zero_() if gradient is None else view.copy_(gradient)
+        presence.copy_(on_device(tuple(float(gradient is not None) for gradient in gradients), each.device))
+        begun.append((each.owned, views, presence, packed, axis.all_reduce(packed, "gradients")))
+    for parts, views, presence, packed, pending in begun:
+        pending.wait()
+        absent = any(owned.gradient is None for owned in parts)
+        counts = presence.tolist() if absent else [axis.size] * len(parts)
+        packed.div_(axis.size)
+        for owned, view, count in zip(parts, views, counts, strict=True):
+            if owned.gradient is not None:
+                owned.gradient.copy_(view)
+            elif count and owned.parameter.requires_grad:
+                owned.give(view.clone())
+
+
+_COUNT = "step"
+"""Key of a count of steps in torch's optimizers."""
+
+
+@torch.no_grad()
+def average_states(parallel: Parallel, optimizer: Optimizer) -> None:
+    """Give the optimizers of all workers one state; all ranks call it together.
+
+    Args:
+        parallel: The model.
+        optimizer: The optimizer of this rank's worker.
+    """
+    axis = parallel.axes.workers
+    if axis.size == 1:
+        return
+    places = [(part, each) for part, owned in parts_of(optimizer, parallel.owned) for each in owned]
+    own = [_described(owned, part.state.get(owned.parameter, {})) for part, owned in places]
+    told = all_gather_value(own, axis.process_group)
+    summed = []
+    for (part, owned), of_workers in zip(places, zip(*told, strict=True), strict=True):
+        keys = dict.fromkeys(key for each in of_workers for key in each)
+        state = part.state[owned.parameter] if keys else {}
+        for key in keys:
+            having = [number for number, each in enumerate(of_workers) if key in each]
+            found = [of_workers[number][key] for number in having]
+            held = _held(part, owned, state, key, found[0])
+            if "value" in found[0]:
+                _set(state, key, _joined(key, [each["value"] for each in found]))
+            elif held.numel() and held.is_floating_point():
+                sent = held.to(parallel.device, torch.float32, copy=True).contiguous()
+                summed.append((held, sent, axis.all_reduce(sent, f"state {key}")))
+            elif held.numel():
+                sent = held.to(parallel.device, copy=True).contiguous()
+                axis.broadcast(sent, f"state {key}", having[0]).wait()
+                held.copy_(sent)
+    for held, sent, pending in summed:
+        pending.wait()
+        held.copy_(sent.div_(axis.size))
+
+
+def _described(owned: Owned, state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the values of a state that are numbers, and the forms of its tensors."""
+    described: dict[str, dict[str, Any]] = {}
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            local = local_part(value)
+            form = {"dtype": str(value.dtype).removeprefix("torch."), "shape": list(local.shape)}
+            described[key] = {**form, "device": value.device.type}
+            is_of_element = key != _COUNT and value.is_floating_point() and not owned.shape
+            if not value.dim() and not is_of_element:
+                described[key]["value"] = local.item()
+        elif isinstance(value, (bool, int, float)):
+            described[key] = {"value": value}
+    return described
+
+
+def _held(part: Optimizer, owned: Owned, state: dict[str, Any], key: str, form: Mapping[str, Any]) -> Any:
+    """Return this rank's part of a state, made of zeros if this worker has none; None for a number."""
+    if "dtype" not in form:
+        return None
+    if not isinstance(state.get(key), torch.Tensor):
+        dtype, shape = getattr(torch, form["dtype"]), form["shape"]
+        if isinstance(part, OffloadedOptimizer):
+            state[key] = part.place_of(owned.parameter, key, dtype).zero_()
+        elif shape == list(owned.local.shape) and key != _COUNT:
+            state[key] = torch.zeros_like(owned.parameter, dtype=dtype, requires_grad=False)
+        else:
+            device = "cpu" if form["device"] == "cpu" else owned.local.device
+            state[key] = torch.zeros(shape, dtype=dtype, device=device)
+    return local_part(state[key])
+
+
+def _set(state: dict[str, Any], key: str, value: float) -> None:
+    if isinstance(state.get(key), torch.Tensor):
+        local_part(state[key]).fill_(value)
+    else:
+        state[key] = value
+
+
+def _joined(key: str, values: Sequence[float]) -> float:
+    is_count = key == _COUNT or isinstance(values[0], int)
+    return max(values) if is_count else fmean(values)
+
 
 _RATES = "local_updates_rates"
 """Key of `LocalUpdates.rates`, in a checkpoint's state."""

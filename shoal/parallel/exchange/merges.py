@@ -1,21 +1,319 @@
-"""The merges of local updates: what workers changed, fragment by fragment, and the outer optimizer."""
+"""The merges of local updates: what workers changed, fragment by fragment, and the outer optimizer.
+
+When the fragments of a model are merged: rounds of steps, in each of which every fragment is merged once.
+
+A round of H steps merges the first of n fragments after H / n of its steps, and the last after H. H is the
+Plan's `every`; with `stretch` it grows, as the learning rate falls, with the square of the highest learning
+rate over the present one (Gu et al., "A Quadratic Synchronization Rule", arXiv:2310.14423).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+import math
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import final
+from typing import Any, NamedTuple, final
 
 import torch
+from torch.optim import Optimizer
 
-from shoal.parallel.communication import Axis, Pending
-from shoal.parallel.exchange.fragments import ParameterVector, fragments_of, vectors_of
-from shoal.parallel.exchange.outer_settings import Outer
-from shoal.parallel.exchange.outer_state import OuterState
+from shoal.parallel.communication import Axis, Pending, new_buffer
 from shoal.parallel.exchange.sums import CompressedSum, sum_over
-from shoal.parallel.owned import Owned
+from shoal.parallel.owned import Owned, local_part
 from shoal.parallel.parallel import Parallel
 from shoal.plan import Exchange
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterVector:
+    """This rank's parts of some parameters, which a vector holds one after another.
+
+    Attributes:
+        owned: The parts.
+        device: Where they lie.
+    """
+
+    owned: Sequence[Owned]
+    device: torch.device
+
+    @property
+    def elements(self) -> int:
+        """Length of the vector."""
+        return sum(each.local.numel() for each in self.owned)
+
+    def new(self) -> torch.Tensor:
+        """Return a vector `[elements]`, fp32, with undefined content."""
+        return new_buffer(self.elements, dtype=torch.float32, device=self.device)
+
+    def views(self, vector: torch.Tensor) -> list[torch.Tensor]:
+        """Return the parts of a vector, `[rows, ...]` each."""
+        parts = vector.split([each.local.numel() for each in self.owned])
+        return [part.view(each.local.shape) for part, each in zip(parts, self.owned, strict=True)]
+
+    def packed(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return a vector with these values."""
+        vector = self.new()
+        torch._foreach_copy_(self.views(vector), list(tensors))
+        return vector
+
+
+def vectors_of(parallel: Parallel, owned: Sequence[Owned]) -> list[ParameterVector]:
+    """Return vectors that hold a rank's parts, in an order that is equal on all ranks.
+
+    Parts of which other ranks of the worker hold copies, such as a norm's under tp, have vectors of their
+    own, one for each set of ranks that hold equal parts. What a codec makes of an element, and in which order
+    an all-reduce adds it up, depend on the whole vector: so these ranks' vectors are equal, and copies stay
+    equal bit by bit.
+    """
+    held: dict[Hashable, list[Owned]] = {}
+    for each in _in_order(parallel, owned):
+        family, tied = each.family, each.family.tied_ranks
+        holders = None
+        if family.copies > 1:
+            holders = family.replicate.members, None if tied is None else tied.members
+        held.setdefault(holders, []).append(each)
+    return [ParameterVector(parts, parallel.device) for parts in held.values()]
+
+
+def fragments_of(parallel: Parallel, number: int) -> list[list[Owned]]:
+    """Cut a rank's parts, from the last layer to the first, into fragments of about equally many elements.
+
+    Each part is whole in one fragment. If there are fewer parts than fragments, some fragments are empty.
+    Ranks that hold copies of a parameter have it in the same fragment: sizes are those of whole parameters,
+    and what the first and the last pipeline stage share is in the first fragment.
+    """
+    owned = _in_order(parallel, parallel.owned)
+    sizes = [_elements(parallel, each) for each in owned]
+    total = sum(sizes) or 1
+    cut: list[list[Owned]] = [[] for _ in range(number)]
+    before = 0
+    for each, size in zip(owned, sizes, strict=True):
+        middle = before + size / 2
+        is_tied = each.family.tied_ranks is not None
+        cut[0 if is_tied else min(number - 1, int(middle * number / total))].append(each)
+        before += size
+    return cut
+
+
+def _in_order(parallel: Parallel, owned: Sequence[Owned]) -> list[Owned]:
+    """Return parts in the model's order, the last first: buckets may be cut otherwise on other ranks."""
+    position = {name: number for number, (name, _) in enumerate(parallel.named_parameters())}
+    return sorted(owned, key=lambda each: position[each.name], reverse=True)
+
+
+def _elements(parallel: Parallel, owned: Owned) -> int:
+    """Return a parameter's size, equal on all ranks that have a part of it; of experts, those of one rank."""
+    is_expert = owned.family is parallel.axes.experts and owned.cut is not None
+    return math.prod(owned.cut.block_shape if is_expert and owned.cut is not None else owned.shape)
+
+
+@final
+class Rounds:
+    """The steps of a training with local updates.
+
+    Args:
+        exchange: The Plan's exchange.
+
+    Attributes:
+        step: Steps made.
+        delay: Steps that a merge may take.
+    """
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+        self._first = 0  # steps made when the round began
+        self._length = exchange.every
+        self._rate = self._peak = 0.0
+        self.step = 0
+        self.delay = exchange.delay
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the next step is one of the first, in which workers average gradients."""
+        return self.step < self._exchange.dense
+
+    @property
+    def is_at_end(self) -> bool:
+        """Whether all steps of the round were made."""
+        return self.step >= self._first + self._length
+
+    def advance(self) -> int | None:
+        """Count a step; return the number of the fragment to merge after it, or None."""
+        was_dense = self.is_dense
+        self.step += 1
+        if was_dense:
+            self.begin()
+            return None
+        number = self._exchange.fragments
+        ends = [(fragment + 1) * self._length // number for fragment in range(number)]
+        made = self.step - self._first
+        return ends.index(made) if made in ends else None
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """The learning rate of the last step, and the highest of all: what the next round depends on."""
+        return self._rate, self._peak
+
+    def note(self, rate: float) -> None:
+        """Take note of the learning rate of a step."""
+        self._rate, self._peak = rate, max(self._peak, rate)
+
+    def begin(self) -> None:
+        """Begin a round, the longer the lower the learning rate of the last step is."""
+        self._first = self.step
+        share = self._rate / self._peak if self._peak > 0 else 1.0
+        grown = self._exchange.every / max(share, 1e-6) ** 2
+        self._length = int(min(grown, self._exchange.every * self._exchange.stretch))
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The steps made when the round began, and its number of steps."""
+        return self._first, self._length
+
+    def set_step(
+        self, steps: int, rates: tuple[float, float] = (0.0, 0.0), span: tuple[int, int] | None = None
+    ) -> None:
+        """Go on after this many steps, with what `rates` and `span` were then; None begins a round."""
+        self.step = steps
+        self._rate, self._peak = rates
+        self.begin()
+        if span is not None:
+            self._first, self._length = span
+
+
+_USUAL = 0.7, 0.9  # rate and momentum (Douillard et al., arXiv:2311.08105)
+_SPARSE = 1.0, 0.5  # what a merge leaves out comes with later ones, as momentum does
+_WARMUP = 20  # rounds
+
+
+class Outer(NamedTuple):
+    """Settings of the outer optimizer.
+
+    In the first steps of a training gradients turn quickly, and what momentum remembers of them does harm. So
+    it grows from 0 with the steps.
+
+    Attributes:
+        rate: Learning rate of the outer gradient.
+        momentum: Nesterov momentum of the outer gradient.
+        warmup: Rounds of the training in which the momentum grows; with 0 it is whole at once.
+    """
+
+    rate: float
+    momentum: float
+    warmup: int = _WARMUP
+
+    def momentum_after(self, steps: float, every: int) -> float:
+        """Return the momentum of a merge.
+
+        Args:
+            steps: Steps of the training before it.
+            every: Steps of a round.
+        """
+        growing = self.warmup * every
+        return self.momentum * min(1.0, steps / growing) if growing else self.momentum
+
+
+def outer_settings(
+    exchange: Exchange, rate: float | None = None, momentum: float | None = None, warmup: int | None = None
+) -> Outer:
+    """Return the settings of the outer optimizer.
+
+    Args:
+        exchange: How workers merge.
+        rate, momentum, warmup: What is asked for; None for 0.7, 0.9 and 20, or with compression that leaves
+            elements out for 1, 0.5 and 20.
+    """
+    usual = _SPARSE if exchange.leaves_out else _USUAL
+    return Outer(
+        usual[0] if rate is None else rate,
+        usual[1] if momentum is None else momentum,
+        _WARMUP if warmup is None else warmup,
+    )
+
+
+_States = defaultdict[Any, dict[str, Any]]
+
+
+@final
+class OuterState(Optimizer):
+    """The anchor, the outer momentum and the error memory of each parameter, shaped as the parameter.
+
+    Args:
+        owned: This rank's parts of the parameters.
+    """
+
+    PREFIX = "outer_"
+    """Beginning of the keys of this state alone."""
+
+    def __init__(self, owned: Sequence[Owned]) -> None:
+        super().__init__([each.parameter for each in owned], {})
+
+    def step(self, closure: Any = None) -> Any:
+        """Do nothing: `LocalUpdates` merges."""
+
+    def anchor(self, owned: Owned) -> torch.Tensor:
+        """Return the values `[rows, ...]` that all workers had after the last merge."""
+        state = self.state[owned.parameter]
+        if "outer_anchor" not in state:
+            state["outer_anchor"] = owned.parameter.detach().clone()
+        return local_part(state["outer_anchor"])
+
+    def set_anchors(self, owned: Sequence[Owned]) -> None:
+        """Make the present values the anchors."""
+        for each in owned:
+            self.anchor(each).copy_(each.local)
+
+    def momentum(self, owned: Owned) -> torch.Tensor:
+        """Return the momentum of the outer gradient, `[rows, ...]`; zeros at first."""
+        state = self.state[owned.parameter]
+        if "outer_momentum" not in state:
+            state["outer_momentum"] = torch.zeros_like(owned.parameter, requires_grad=False)
+        return local_part(state["outer_momentum"])
+
+    def give_momentum(self, stepped: Optimizer, owned: Sequence[Owned]) -> None:
+        """Give the momentum, where there is one, to the `SGD` that servers step."""
+        for each in owned:
+            if "outer_momentum" in self.state[each.parameter]:
+                stepped.state[each.parameter]["momentum_buffer"] = self.momentum(each)
+
+    def take_momentum(self, stepped: Optimizer, owned: Sequence[Owned]) -> None:
+        """Take the momentum, where there is one, of the `SGD` that servers step."""
+        for each in owned:
+            momentum = stepped.state.get(each.parameter, {}).get("momentum_buffer")
+            if momentum is not None:
+                self.momentum(each).copy_(local_part(momentum))
+
+    def error(self, owned: Owned) -> torch.Tensor | None:
+        """Return what was left out of merges on all workers, `[rows, ...]`, when the state was saved."""
+        error = self.state[owned.parameter].get("outer_error")
+        return None if error is None else local_part(error)
+
+    def set_error(self, owned: Owned, error: torch.Tensor) -> None:
+        """Keep what was left out of merges on all workers, `[rows, ...]`, to be saved."""
+        kept = torch.zeros_like(owned.parameter, requires_grad=False)
+        local_part(kept).copy_(error)
+        self.state[owned.parameter]["outer_error"] = kept
+
+    def forget_errors(self, owned: Sequence[Owned]) -> None:
+        """Forget what was left out of merges of these parameters."""
+        for each in owned:
+            self.state[each.parameter].pop("outer_error", None)
+
+
+def is_key_of(optimizer: Optimizer, key: str) -> bool:
+    """Return whether a state of this name belongs to an optimizer: to an `OuterState`, or to all others."""
+    return key.startswith(OuterState.PREFIX) is isinstance(optimizer, OuterState)
+
+
+def divided(states: Mapping[Any, Mapping[str, Any]]) -> tuple[_States, _States]:
+    """Return the states of parameters that an `OuterState` has, and those of the workers' optimizers."""
+    outer: _States = defaultdict(dict)
+    inner: _States = defaultdict(dict)
+    for parameter, state in states.items():
+        for key, value in state.items():
+            (outer if key.startswith(OuterState.PREFIX) else inner)[parameter][key] = value
+    return outer, inner
 
 
 @final

@@ -8,27 +8,98 @@ what these changed; the servers make the outer step (`local_updates.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import final
 
 import torch
 from torch.optim import SGD, Optimizer
 
 from shoal.checkpoint import Coordinator
-from shoal.collectives import codec_of
+from shoal.collectives import Codec, codec_of
 from shoal.errors import TrainingError
-from shoal.parallel.exchange.conversations import Conversations
-from shoal.parallel.exchange.flat import pack, unpack
-from shoal.parallel.exchange.outer_settings import Outer
-from shoal.parallel.exchange.outer_state import OuterState
-from shoal.parallel.exchange.pushes import Pushes
-from shoal.parallel.exchange.served_state import Loaded, give_state, require_elementwise, take_state
-from shoal.parallel.exchange.sums import seed_of
+from shoal.parallel.communication import Axis
+from shoal.parallel.exchange.merges import Outer, OuterState
+from shoal.parallel.exchange.served_state import (
+    Loaded,
+    give_state,
+    pack,
+    require_elementwise,
+    take_state,
+    unpack,
+)
+from shoal.parallel.exchange.sums import ErrorMemory, seed_of
 from shoal.parallel.exchange.worker_exchange import Progress, Turn, WorkerUpdates
 from shoal.parallel.parallel import Parallel
 from shoal.plan import Compression
-from shoal.record import Recorder
+from shoal.record import NullRecorder, Recorder
 from shoal.server import Blueprint, Decision, Mode, Servers, Terms
+from shoal.timeline import Kind, Lane, Purpose
+
+
+@final
+class Conversations:
+    """Record the conversations of a rank with the servers.
+
+    Args:
+        recorder: Recorder of spans; None for none.
+        world: All ranks of the worker.
+    """
+
+    def __init__(self, recorder: Recorder | None, world: Axis) -> None:
+        self._recorder = NullRecorder() if recorder is None else recorder
+        self._group = (world.members[world.index],)
+
+    @contextmanager
+    def about(self, name: str, bytes: int) -> Iterator[None]:
+        """Record a conversation, for which compute waits."""
+        group, purpose = self._group, Purpose.DATA
+        lane = Lane.COMMUNICATION
+        with (
+            self._recorder.span(Kind.COLLECTIVE, name, lane=lane, bytes=bytes, group=group, purpose=purpose),
+            self._recorder.span(Kind.WAIT, name, bytes=bytes, group=group, purpose=purpose),
+        ):
+            yield
+
+
+@final
+class Pushes:
+    """Make the parts of a vector that servers get.
+
+    What encoding leaves out of a push stays with this rank, and is added to its next one.
+
+    Args:
+        codec: Encodes the parts; None to send the vector itself.
+        feedback: Share of what was left out of one push that is added to the next.
+    """
+
+    def __init__(self, codec: Codec | None, feedback: float) -> None:
+        self._codec = codec
+        self._memory = ErrorMemory(feedback)
+        self._contents: list[torch.Tensor] = []
+
+    def forget(self) -> None:
+        """Forget what was left out: the values that it would have changed are gone."""
+        self._memory.left = None
+
+    def parts(self, vector: torch.Tensor, windows: Sequence[slice], seed: int) -> list[torch.Tensor]:
+        """Return what each server gets; valid until the next call.
+
+        Args:
+            vector: `[elements]`, fp32; what was left out before is added to it.
+            windows: The elements of each server.
+            seed: Seed of the first part; the others have the next ones.
+        """
+        if self._codec is None:
+            return [vector[window] for window in windows]
+        if not self._contents:
+            sizes = [self._codec.payload(window.stop - window.start) for window in windows]
+            self._contents = [torch.empty(size, dtype=torch.uint8) for size in sizes]
+        self._memory.add_to(vector)
+        part = windows[0].stop
+        written = self._memory.encode(self._codec, vector, part, self._contents, seed=seed)
+        return [content[:bytes] for content, bytes in zip(self._contents, written, strict=True)]
+
 
 _NONE = Compression()
 

@@ -16,11 +16,35 @@ import torch
 from torch.optim import Optimizer
 
 from shoal.errors import LayoutError, TrainingError
-from shoal.parallel.exchange.flat import pack
 from shoal.parallel.optimizer.composed import Composed, title_of
 from shoal.parallel.owned import Owned, local_part
 from shoal.parallel.parallel import Parallel
 from shoal.server import Blueprint
+
+
+def pack(owned: Sequence[Owned], tensors: Sequence[torch.Tensor | None], vector: torch.Tensor) -> None:
+    """Copy a tensor for each part into a vector.
+
+    Args:
+        owned: The parts, in order.
+        tensors: For each part, a tensor like it; None for zeros.
+        vector: `[elements]`, fp32.
+    """
+    given = [
+        torch.zeros_like(each.local) if one is None else one for each, one in zip(owned, tensors, strict=True)
+    ]
+    torch._foreach_copy_(_views(owned, vector), given)
+
+
+def unpack(owned: Sequence[Owned], vector: torch.Tensor) -> None:
+    """Copy a vector into the parts that `pack` made one of."""
+    torch._foreach_copy_([each.local for each in owned], _views(owned, vector))
+
+
+def _views(owned: Sequence[Owned], vector: torch.Tensor) -> list[torch.Tensor]:
+    parts = vector.split([each.local.numel() for each in owned])
+    return [part.view(each.local.shape) for part, each in zip(parts, owned, strict=True)]
+
 
 _OfServer = tuple[Sequence[Mapping[str, Any]], Sequence[torch.Tensor]]
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch.optim import Optimizer
 
-from shoal.parallel.exchange.outer_state import OuterState, divided
+from shoal.parallel.exchange.merges import OuterState, divided
 from shoal.parallel.exchange.sums import CompressedSum
 from shoal.parallel.optimizer.composed import (
     Composed,

@@ -30,7 +30,7 @@ from shoal.models.expert_products import HostCopy, Multiply, Runs, multiply_by_e
 from shoal.models.experts import run_experts, within_capacity
 from shoal.models.once_differentiable import once_differentiable
 from shoal.parallel.communication import Axis, new_buffer
-from shoal.parallel.layout import Cut
+from shoal.parallel.owned import Cut
 from shoal.plan import divisors
 
 Positions = Callable[[int, torch.device], Tensor]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal.models.blocks import find_blocks
+from shoal.models.task import find_blocks
 
 REGISTERED = "shoal"
 """The name under which attention over ranks is registered with transformers."""

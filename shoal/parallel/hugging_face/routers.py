@@ -20,7 +20,7 @@ from shoal.errors import ModelError, PlanError
 from shoal.models.once_differentiable import once_differentiable
 from shoal.parallel.axes import Axes
 from shoal.parallel.communication import Axis
-from shoal.parallel.tensor.sequence_parts import cut, joined, start_gather, start_reduce_scatter
+from shoal.parallel.tensor.vocabulary import cut, joined, start_gather, start_reduce_scatter
 
 _KEY = "router_logits"
 

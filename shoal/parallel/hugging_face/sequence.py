@@ -12,6 +12,12 @@ too, and the placeholder of the first block takes it out.
 Context parallelism gives a model the positions of its part, instead of those that it would count, and gives
 its attention modules one other function, by transformers' registry of attention functions. No mask is made
 then, so that only plain causal attention is right; all else is refused.
+
+The gradient of embeddings that a caller makes, of models whose residual stream is split.
+
+Each rank uses its part of `inputs_embeds`, so its backward gives the gradient of this part, and zeros. The
+caller needs all of it, as for prompts that are trained, or for an attack on inputs. Embeddings that are made
+within the model need no sum: gradients of its parameters are added up over the ranks.
 """
 
 from __future__ import annotations
@@ -27,20 +33,45 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.errors import ModelError, PlanError
-from shoal.models.blocks import find_blocks
-from shoal.models.documents import Documents
+from shoal.models.attention import Documents
+from shoal.models.once_differentiable import once_differentiable
+from shoal.models.task import find_blocks
 from shoal.parallel.axes import Axes
 from shoal.parallel.communication import Axis
-from shoal.parallel.hugging_face.documents import (
-    REGISTERED,
-    Counts,
-    decoder_of,
-    padding_before,
-)
-from shoal.parallel.hugging_face.given_embeddings import sum_gradients_of_embeddings
+from shoal.parallel.hugging_face.documents import REGISTERED, Counts, decoder_of, padding_before
 from shoal.parallel.hugging_face.layout import along_the_sequence, splits_attention
-from shoal.parallel.tensor.named_layers import matching_modules
-from shoal.parallel.tensor.tensor_layout import Split, TensorLayout
+from shoal.parallel.tensor.tensor_layout import Split, TensorLayout, matching_modules
+
+
+def sum_gradients_of_embeddings(model: nn.Module, axis: Axis) -> None:
+    """Give `inputs_embeds`, where a caller gives them to the model, their gradient over all ranks."""
+    model.register_forward_pre_hook(partial(_summed, axis=axis), with_kwargs=True)
+
+
+def _summed(
+    module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], *, axis: Axis
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    embeds = named.get("inputs_embeds")
+    if embeds is None or not embeds.requires_grad:
+        return args, named
+    return args, {**named, "inputs_embeds": _SumGradients.apply(embeds, axis)}
+
+
+class _SumGradients(torch.autograd.Function):
+    """A tensor that ranks have alike and use parts of; backward adds up their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return whole.view_as(whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        ctx.axis.all_reduce(total, "inputs_embeds").wait()
+        return total, None
+
 
 _ATTENDED = ("full_attention", "sliding_attention")
 _COUNTED = ("dynamic", "longrope")  # kinds of rotary embedding that depend on the length of the input

@@ -5,27 +5,278 @@ and the state is written behind. Gradients and parameters come from where they a
 from the CPU's memory in place, from a GPU by copies, back to which the new values go. With N elements and
 Adam's two moments in files, a step reads 8 N bytes and writes 8 N; with gradients in files it reads 4 N more,
 and with parameters it reads and writes 4 N more. Results are those of the other optimizer, bit for bit.
+
+The blocks in which an optimizer passes over the parameters of a rank.
+
+A rank's parameters lie one after another in packs: those of each stored shard, and all others. A pack is cut
+into blocks of equal size, so that a large parameter lies in several. A part of a parameter begins at a
+multiple of 16 elements, so that vectorised kernels treat its elements as in the whole parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, final
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from shoal.errors import CheckpointError, ConfigError, LayoutError
-from shoal.parallel.offload.blocks import Pack, Part, packs_of
-from shoal.parallel.offload.elementwise import element_states
-from shoal.parallel.offload.state_file import Segment
-from shoal.parallel.offload.storage import HostSegment, Storage
-from shoal.parallel.offload.stream import Block, Stream
+from shoal.parallel.offload.storage import HostSegment, Segment, Storage, StoredShard, aligned_buffer
 from shoal.parallel.optimizer.composed import Composed, OptimizerPart, copy_settings, loss_of, title_of
-from shoal.parallel.owned import Owned, like, local_part
+from shoal.parallel.owned import ALIGNMENT, Owned, like, local_part
 from shoal.parallel.parallel import Parallel
-from shoal.plan import BLOCK_ELEMENTS
+from shoal.plan import BLOCK_ELEMENTS, BUFFERS, GRANULE
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The elements of a parameter in a block.
+
+    Attributes:
+        owned: The parameter.
+        first: Its first element in the block, in the flattened part of this rank.
+        stop: End of these elements.
+        at: Place of the first one in the block.
+    """
+
+    owned: Owned
+    first: int
+    stop: int
+    at: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the parameter ends here."""
+        return self.stop == self.owned.local.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Parameters that lie one after another.
+
+    Attributes:
+        places: The parameters, with their first elements in the pack.
+        elements: Length of the pack.
+        shard: The stored shard that they lie in; None if they are in memory.
+    """
+
+    places: Sequence[tuple[Owned, int]]
+    elements: int
+    shard: StoredShard | None = None
+
+    def blocks(self, capacity: int) -> Iterator[tuple[int, int, tuple[Part, ...]]]:
+        """Yield first element, number of elements and parts of each block of up to `capacity` elements."""
+        for first in range(0, self.elements, capacity):
+            stop = min(first + capacity, self.elements)
+            parts = []
+            for owned, offset in self.places:
+                begin, end = max(first, offset), min(stop, offset + owned.local.numel())
+                if begin < end:
+                    parts.append(Part(owned, begin - offset, end - offset, begin - first))
+            if parts:
+                yield first, stop - first, tuple(parts)
+
+
+def packs_of(owned: Sequence[Owned]) -> list[Pack]:
+    """Return the packs of a rank's parameters, in their order; those of no elements are left out."""
+    stored: dict[int, tuple[StoredShard, list[tuple[Owned, int]]]] = {}
+    places: list[tuple[Owned, int]] = []
+    end = 0
+    for each in owned:
+        if not each.local.numel():
+            continue
+        if each.stored is not None:
+            shard = each.stored.shard
+            stored.setdefault(id(shard), (shard, []))[1].append((each, each.stored.offset))
+            continue
+        places.append((each, end))
+        end += -(-each.local.numel() // ALIGNMENT) * ALIGNMENT
+    packs = [Pack(held, shard.elements, shard) for shard, held in stored.values()]
+    return [*packs, Pack(places, end)] if places else packs
+
+
+_ROWS, _COLUMNS = 8, 16
+_STEPS = 2
+
+
+def element_states(
+    make: Callable[..., Optimizer], settings: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+) -> dict[str, torch.dtype]:
+    """Return the names and types of the states that an optimizer keeps for each element.
+
+    Args:
+        make: Makes the optimizer, from groups and options.
+        settings: The settings of each of its groups.
+        options: Its options.
+
+    Raises:
+        ConfigError: It cannot make its step from parts of a parameter, one part after another.
+    """
+    found: dict[str, torch.dtype] = {}
+    for each in settings:
+        try:
+            whole, states = _trained(make, each, options, parts=1)
+            parts, _ = _trained(make, each, options, parts=2)
+        except Exception as error:
+            raise _refused(make, f"it raised {type(error).__name__}: {error}") from error
+        if not torch.equal(whole, parts):
+            raise _refused(make, "a matrix gets other values when it is updated in two parts")
+        found.update(states)
+    return found
+
+
+def _trained(
+    make: Callable[..., Optimizer], settings: Mapping[str, Any], options: Mapping[str, Any], *, parts: int
+) -> tuple[torch.Tensor, dict[str, torch.dtype]]:
+    """Return a matrix after some steps, whole or as flat parts in turn, and its states for each element."""
+    generator = torch.Generator().manual_seed(0)
+    value = torch.randn(_ROWS, _COLUMNS, generator=generator)
+    held = [nn.Parameter(part, requires_grad=False) for part in _cut(value, parts)]
+    optimizer = make([{**settings, "params": held}], **options)
+    for _ in range(_STEPS):
+        gradient = torch.randn(_ROWS, _COLUMNS, generator=generator)
+        for parameter, part in zip(held, _cut(gradient, parts), strict=True):
+            parameter.grad = part
+            optimizer.param_groups[0]["params"] = [parameter]
+            optimizer.step()
+    states = {
+        key: state.dtype
+        for key, state in optimizer.state[held[0]].items()
+        if isinstance(state, torch.Tensor) and state.shape == held[0].shape
+    }
+    return value, states
+
+
+def _cut(matrix: torch.Tensor, parts: int) -> Sequence[torch.Tensor]:
+    """Return the matrix, or flat parts of it that share its memory."""
+    return [matrix] if parts == 1 else matrix.view(-1).split(matrix.numel() // parts)
+
+
+def _refused(make: Callable[..., Optimizer], reason: str) -> ConfigError:
+    return ConfigError(
+        f"{getattr(make, '__name__', repr(make))} cannot have its state offloaded: {reason}",
+        possible="optimizers that change each element by itself, such as adamw, lion, or sgd with momentum",
+        change="choose such an optimizer, or leave out offload",
+    )
+
+
+_Of = TypeVar("_Of")
+_Buffers = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Block(Generic[_Of]):
+    """A range of some arrays in files.
+
+    Attributes:
+        first: First element of the range; a multiple of GRANULE.
+        elements: Number of elements.
+        arrays: The arrays by name.
+        changed: Names of the arrays that a visit changes.
+        of: What the visitor wants to know of it.
+    """
+
+    first: int
+    elements: int
+    arrays: Mapping[str, Segment]
+    changed: frozenset[str]
+    of: _Of
+
+
+@final
+class Stream(Generic[_Of]):
+    """Passes blocks through memory.
+
+    Args:
+        storage: Has the threads that move them.
+        dtypes: The arrays that pass, by name, with the types of their elements.
+        capacity: Elements of the largest block.
+        pinned: Whether buffers are page-locked; they are then kept, as that takes long. Others are there
+            during a visit alone.
+    """
+
+    def __init__(
+        self, storage: Storage, dtypes: Mapping[str, torch.dtype], capacity: int, *, pinned: bool
+    ) -> None:
+        self._storage = storage
+        self._dtypes = dtypes
+        self._capacity = capacity
+        self._pinned = pinned
+        self._free: deque[_Buffers] = deque()
+
+    def visit(self, blocks: Iterable[Block[_Of]], change: Callable[[_Of, _Buffers], None]) -> None:
+        """Read each block, let `change` change it, and write what it changes; return once all is written.
+
+        Args:
+            blocks: The blocks; no two overlap.
+            change: Called for each block in order, with its `of` and with buffers that begin with its arrays.
+
+        Raises:
+            OffloadError: A file could not be read or written.
+        """
+        coming = iter(blocks)
+        while len(self._free) < BUFFERS:
+            self._free.append(
+                {
+                    name: aligned_buffer(self._capacity, dtype, pinned=self._pinned)
+                    for name, dtype in self._dtypes.items()
+                }
+            )
+        reading: deque[tuple[Block[_Of], _Buffers, list[Future[None]]]] = deque()
+        writing: deque[tuple[_Buffers, list[Future[None]]]] = deque()
+        try:
+            self._read_next(coming, reading, writing)
+            while reading:
+                self._read_next(coming, reading, writing)
+                block, buffers, moves = reading[0]
+                self._finish(moves, "read:block")
+                change(block.of, buffers)
+                writing.append((buffers, self._start(block, buffers, "write")))
+                reading.popleft()
+        finally:
+            for _, buffers, moves in reading:
+                writing.append((buffers, moves))
+            while writing:
+                self._take_back(writing)
+            if not self._pinned:
+                self._free.clear()
+
+    def _read_next(
+        self,
+        coming: Iterator[Block[_Of]],
+        reading: deque[tuple[Block[_Of], _Buffers, list[Future[None]]]],
+        writing: deque[tuple[_Buffers, list[Future[None]]]],
+    ) -> None:
+        block = next(coming, None)
+        if block is not None:
+            if not self._free:
+                self._take_back(writing)
+            buffers = self._free.popleft()
+            reading.append((block, buffers, self._start(block, buffers, "read")))
+
+    def _take_back(self, writing: deque[tuple[_Buffers, list[Future[None]]]]) -> None:
+        """Wait for the oldest write, and free its buffers."""
+        buffers, moves = writing.popleft()
+        self._free.append(buffers)
+        self._finish(moves, "write:block")
+
+    def _start(self, block: Block[_Of], buffers: _Buffers, action: str) -> list[Future[None]]:
+        elements = -(-block.elements // GRANULE) * GRANULE
+        return [
+            self._storage.start(getattr(segment, action), block.first, buffers[name][:elements])
+            for name, segment in block.arrays.items()
+            if action == "read" or name in block.changed
+        ]
+
+    def _finish(self, moves: Iterable[Future[None]], name: str) -> None:
+        for move in moves:
+            self._storage.wait(move, name)
+
 
 _VALUE, _GRADIENT = "parameters", "gradients"
 

@@ -8,6 +8,12 @@ small, are views of something larger, or belong to parameters and buffers.
 Writes run behind the forward: at most as many bytes as one block saves are still to be written. When the
 backward of a block begins, stored or not, the reads begin of what the stored block before it saved. With
 recompute=full a block's input is all that it saves.
+
+Buffers for moves to and from files, whose memory is used again.
+
+New memory costs more processor time than a move: the system finds and clears each page at its first touch. So
+the pool keeps the memory of a buffer, and gives it to the next one of equal size, once no tensor sees it any
+more; tensors may be views, and may end in any thread. `clear` gives all memory back that is not in use.
 """
 
 from __future__ import annotations
@@ -23,10 +29,32 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from shoal.parallel.offload.buffer_pool import BufferPool
-from shoal.parallel.offload.state_file import Segment
-from shoal.parallel.offload.storage import Storage
+from shoal.parallel.offload.storage import Segment, Storage, aligned_buffer
 from shoal.plan import GRANULE, Plan, block_choices
+
+
+@final
+class BufferPool:
+    """Memory of buffers, by size."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[torch.Tensor]] = {}
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return a buffer as `aligned_buffer` does, of bytes, for at least so many."""
+        kept = self._free.get(nbytes)
+        memory = kept.pop() if kept else aligned_buffer(nbytes, torch.uint8)
+        seen = memory.numpy()[:]  # what tensors refer to; `memory` itself has no other user
+        weakref.finalize(seen, self._give_back, nbytes, memory).atexit = False
+        return torch.from_numpy(seen)
+
+    def clear(self) -> None:
+        """Forget the memory that no tensor uses."""
+        self._free.clear()
+
+    def _give_back(self, nbytes: int, memory: torch.Tensor) -> None:
+        self._free.setdefault(nbytes, []).append(memory)
+
 
 _LEAST = 1 << 16
 """Bytes of the smallest storage that moves."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import nn
@@ -14,10 +14,12 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from shoal.errors import LayoutError
+from shoal.errors import LayoutError, TrainingError
 from shoal.parallel.axes import Axes
 from shoal.parallel.communication import Axis
+from shoal.parallel.data.strategy import Strategy
 from shoal.parallel.owned import NO_NORM, PART, Mark, Owned
+from shoal.parallel.place import on_device
 
 # Marks are attributes of the tensors, so that they end with them.
 _COMPUTES = "_shoal_computes"
@@ -185,3 +187,139 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 register_optimizer_step_pre_hook(_before_step)
 register_optimizer_step_post_hook(_after_step)
+
+
+class GradientNorm(NamedTuple):
+    """Norms of a gradient, on the device.
+
+    Attributes:
+        whole: Euclidean norm of the whole gradient, a scalar in fp64; equal on every rank.
+        names: Names of the parameters of which this rank has a part with a gradient.
+        parts: Euclidean norm of the gradient of each of these parts, `[names]`, fp64.
+        sums: Sums over the ranks of the numbers that `measure_gradient` got beside the gradient, fp64.
+    """
+
+    whole: torch.Tensor
+    names: Sequence[str]
+    parts: torch.Tensor
+    sums: torch.Tensor
+
+
+def measure_gradient(
+    owned: Sequence[Owned], parts: Axis, device: torch.device, beside: Sequence[float] = ()
+) -> GradientNorm:
+    """Return the norms of the gradient; all ranks call it together, and no host waits for its device.
+
+    Args:
+        owned: This rank's parts of the parameters.
+        parts: The ranks that together hold one whole state.
+        device: Device on which to sum.
+        beside: Further numbers to sum over these ranks, in the same message.
+    """
+    graded = [(each, gradient) for each in owned if (gradient := each.gradient) is not None]
+    norms = torch.zeros(0, dtype=torch.float64, device=device)
+    if graded:
+        norms = torch.stack(_norms(graded)).double()
+    squares = norms.square()
+    copies = tuple(each.family.copies for each, _ in graded)
+    if max(copies, default=1) > 1:
+        squares = squares / on_device(copies, device)
+    total = squares.sum()
+    sums = torch.stack([total, *(total.new_full((), number) for number in beside)])
+    parts.all_reduce(sums, "gradient norm").wait()
+    return GradientNorm(sums[0].sqrt(), [each.name for each, _ in graded], norms, sums[1:])
+
+
+def _norms(graded: Sequence[tuple[Owned, torch.Tensor]]) -> list[torch.Tensor]:
+    """Return the norm of each gradient; of those in files as they were when they were written."""
+    known = [
+        None if each.stored is None or (whole := each.parameter.grad) is None else each.stored.norm_of(whole)
+        for each, _ in graded
+    ]
+    others = [gradient for (_, gradient), norm in zip(graded, known, strict=True) if norm is None]
+    computed = iter(torch._foreach_norm(others) if others else ())
+    return [next(computed) if norm is None else norm for norm in known]
+
+
+def limit_gradients(owned: Sequence[Owned], norm: torch.Tensor, limit: float) -> None:
+    """Scale this rank's part of the gradient down, if the whole gradient's norm is above `limit`."""
+    gradients = [gradient for each in owned if (gradient := each.gradient) is not None]
+    factor = (limit / norm).clamp(max=1.0)
+    # This is one kernel only if the gradients and the factor have one dtype; otherwise one for each gradient.
+    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+        of_dtype = [gradient for gradient in gradients if gradient.dtype == dtype]
+        torch._foreach_mul_(of_dtype, factor.to(dtype))
+
+
+_CYCLE = 256
+"""Steps are compared modulo this, so that sums of squares over many ranks stay exact in fp64."""
+
+
+@final
+class StepCount:
+    """Counts the steps of this rank's optimizers; several that follow one backward make one step.
+
+    Args:
+        strategies: The strategies of this rank's stages, which count backwards and learn of steps.
+        is_stage: Whether other ranks have other stages: then a rank may have no optimizer.
+
+    Attributes:
+        made: Number of steps; negative while this rank may have no optimizer.
+    """
+
+    def __init__(self, strategies: Sequence[Strategy], *, is_stage: bool) -> None:
+        self.made = -1 if is_stage else 0
+        self._strategies = strategies
+        self._backwards = 0
+
+    def note(self) -> None:
+        """Note that an optimizer changed parameters."""
+        backwards = sum(each.backwards for each in self._strategies)
+        if backwards != self._backwards:
+            self.made = max(self.made, 0) + 1
+            self._backwards = backwards
+        for each in self._strategies:
+            each.changed()
+
+    def compared_norm(self, owned: Sequence[Owned], parts: Axis, device: torch.device) -> torch.Tensor:
+        """Return the norm of the whole gradient, a scalar in fp64, of ranks that made equally many steps.
+
+        Args:
+            owned: This rank's parts of the parameters.
+            parts: The ranks that together hold one whole state.
+            device: Device on which to sum.
+
+        Raises:
+            TrainingError: They made different numbers of steps.
+        """
+        number = float(0 if self.made < 0 else self.made % _CYCLE + 1)
+        measured = measure_gradient(owned, parts, device, (float(number > 0), number, number**2))
+        ranks, total, squares = measured.sums.tolist()
+        if ranks * squares != total**2:
+            made = torch.zeros(parts.size, dtype=torch.float64, device=device)
+            made[parts.index] = self.made
+            parts.all_reduce(made, "steps").wait()
+            require_equal_steps(dict(zip(parts.members, map(int, made.tolist()), strict=True)))
+        return measured.whole
+
+
+def require_equal_steps(made: Mapping[int, int]) -> None:
+    """Check that all ranks that have an optimizer made equally many steps.
+
+    Args:
+        made: The number of steps by rank; negative for a rank without an optimizer.
+
+    Raises:
+        TrainingError: They did not.
+    """
+    ranks: dict[int, list[str]] = {}
+    for rank, number in made.items():
+        if number >= 0:
+            ranks.setdefault(number, []).append(str(rank))
+    if len(ranks) > 1:
+        who = "; ".join(f"{number} on rank {', '.join(ranks[number])}" for number in sorted(ranks))
+        raise TrainingError(
+            "ranks made different numbers of optimizer steps, so their weights do not fit together: "
+            f"{who}. Call optimizer.step() equally often on all ranks; gradient_norm() is equal on all of "
+            "them, and can decide"
+        )

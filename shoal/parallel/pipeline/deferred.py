@@ -37,7 +37,7 @@ from torch.autograd.graph import GradientEdge
 
 from shoal.errors import TrainingError
 from shoal.models import Mixture
-from shoal.models.autocast import autocast_dtype
+from shoal.models.attention import autocast_dtype
 from shoal.models.expert_products import ExpertProducts, Runs, expert_products, multiply_by_experts
 from shoal.models.once_differentiable import once_differentiable
 

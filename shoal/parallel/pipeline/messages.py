@@ -16,9 +16,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from shoal.parallel.arguments import kind_of
 from shoal.parallel.communication import Axis, Pending
-from shoal.parallel.micro_batches import next_of
+from shoal.parallel.micro_batches import kind_of, next_of
 from shoal.parallel.pipeline.stage_chain import Form, StageChain
 from shoal.plan.schedules import Action, Payload, Receive, Send
 

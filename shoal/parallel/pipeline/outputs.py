@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shoal.errors import ModelError
 from shoal.models import logits_of
-from shoal.models.nested import map_children
+from shoal.models.task import map_children
 from shoal.parallel.communication import Axis
 from shoal.values import decode, encode
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from shoal.errors import ModelError
-from shoal.parallel.arguments import kind_of
 from shoal.parallel.communication import Axis, Pending
+from shoal.parallel.micro_batches import kind_of
 from shoal.parallel.pipeline.stages import Stage
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

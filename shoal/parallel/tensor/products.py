@@ -41,7 +41,7 @@ from torch import Tensor
 from shoal.models.once_differentiable import once_differentiable
 from shoal.parallel.communication import Axis, Pending, new_buffer
 from shoal.parallel.pipeline.deferred import Deferral
-from shoal.parallel.tensor.sequence_parts import cut, joined, new_parts, start_gather, start_reduce_scatter
+from shoal.parallel.tensor.vocabulary import cut, joined, new_parts, start_gather, start_reduce_scatter
 
 
 def column_products(

@@ -28,20 +28,21 @@ from shoal.parallel.hugging_face.layout import (
     layout_of_hugging_face,
     needs_whole_sequence,
 )
-from shoal.parallel.layout import Cut
+from shoal.parallel.owned import Cut
 from shoal.parallel.pipeline.deferred import Deferral
-from shoal.parallel.tensor.adapters import split_layers
-from shoal.parallel.tensor.head_shapes import watch_heads
-from shoal.parallel.tensor.named_layers import (
+from shoal.parallel.tensor.products import column_products, row_product
+from shoal.parallel.tensor.tensor_layout import (
+    Split,
+    TensorLayout,
     full_name,
     linear_layer,
     matching_modules,
     require_divisible,
     require_whole_parts,
+    split_layers,
     vocabulary_weight,
+    watch_heads,
 )
-from shoal.parallel.tensor.products import column_products, row_product
-from shoal.parallel.tensor.tensor_layout import Split, TensorLayout
 from shoal.parallel.tensor.vocabulary import SplitLogits, embed_rows
 from shoal.plan import Plan
 

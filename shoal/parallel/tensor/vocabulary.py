@@ -4,6 +4,12 @@ A rank has the rows `[first_row, first_row + n)` of the embedding, and so the lo
 look-up gives zero on all ranks but one, and the sum over ranks is the embedding. The cross-entropy needs two
 numbers for each position from each rank, the logarithm of its sum of exponentials and the target's logit. All
 ranks get all of these, `[size, 2, batch * seq]`, in one small all-gather, so that logits are never gathered.
+
+Parts of a sequence, one for each rank of an axis: their order in memory, gather and reduction.
+
+A hidden state is `[batch, seq, width]`. Part i holds the positions `[i * seq / size, (i + 1) * seq / size)`
+of every sample, which are not contiguous in memory for more than one sample. So tensors are communicated in
+part order, `[size, batch, seq / size, width]`, in which a part is contiguous.
 """
 
 from __future__ import annotations
@@ -16,11 +22,57 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from shoal.models.loss import IGNORED
-from shoal.models.loss_factor import LossFactor
+from shoal.errors import PlanError
+from shoal.models.loss import IGNORED, LossFactor
 from shoal.models.once_differentiable import once_differentiable
-from shoal.parallel.communication import Axis, new_buffer
-from shoal.parallel.tensor.sequence_parts import cut, new_parts, start_gather, start_reduce_scatter
+from shoal.parallel.communication import Axis, Pending, new_buffer
+
+
+def cut(whole: Tensor, axis: Axis) -> Tensor:
+    """Return `[batch, seq, ...]` in part order, `[size, batch, seq / size, ...]`, as a view.
+
+    Raises:
+        PlanError: The sequence does not divide by the ranks of the axis.
+    """
+    seq = whole.shape[1]
+    if seq % axis.size:
+        lower = max(seq - seq % axis.size, axis.size)
+        raise PlanError(
+            f"a sequence of {seq} tokens cannot be cut into equal parts for {axis.size} ranks of {axis.name}",
+            possible=f"multiples of {axis.size}, such as {lower} or {lower + axis.size}",
+            change=f"change the sequence's length, or `{axis.name}`",
+        )
+    parts: Tensor = whole.unflatten(1, (axis.size, -1)).transpose(0, 1)
+    return parts
+
+
+def joined(parts: Tensor) -> Tensor:
+    """Return `[size, batch, part, ...]` as `[batch, size * part, ...]`: a view for one sample, or a copy."""
+    return parts.transpose(0, 1).flatten(1, 2)
+
+
+def new_parts(axis: Axis, part: torch.Size, like: Tensor) -> Tensor:
+    """Return an undefined `[size, *part]` to communicate from, with dtype and device of `like`."""
+    shape = (axis.size, *part)
+    return new_buffer(axis.size * part.numel(), dtype=like.dtype, device=like.device).view(shape)
+
+
+def start_gather(part: Tensor, axis: Axis, name: str) -> tuple[Tensor, Pending]:
+    """Begin to gather every rank's `part`; return the tensor that will hold them, `[size, *part.shape]`."""
+    parts = new_parts(axis, part.shape, part)
+    parts[axis.index].copy_(part)
+    return parts, axis.all_gather(parts.view(-1), name)
+
+
+def start_reduce_scatter(parts: Tensor, axis: Axis, name: str) -> tuple[Tensor, Pending]:
+    """Begin to sum `[size, ...]` over the ranks; return the tensor that will hold this rank's part.
+
+    The part has memory of its own, so that keeping it does not keep all parts. `parts` must stay unchanged
+    until the reduction is complete.
+    """
+    part = parts[0] if axis.size == 1 else torch.empty_like(parts[0])
+    return part, axis.reduce_scatter(part.view(-1), parts.view(-1), name)
+
 
 # Elements that the loss converts at a time, so that logits in bf16 have no whole copy in fp32. For
 # logits [1024, 16384] in bf16, 64 Ki to 1 Mi elements take 48 to 52 ms of a CPU's time, and 4 Mi take 144 ms.

@@ -6,17 +6,29 @@ Nouns: Action (a rank's forward or backward of a stage and micro-batch), Schedul
     memory. Run by `shoal.parallel`, timed by the simulator. Imports no torch.
 """
 
-from shoal.plan.schedules.action import Action, Work
-from shoal.plan.schedules.common_order import NO_MESSAGE, CommonOrder, Slot, common_order_of, made_order
-from shoal.plan.schedules.found import FOUND
-from shoal.plan.schedules.in_order import UNKNOWN, Message, play_in_order
-from shoal.plan.schedules.kind import Held, Kind
-from shoal.plan.schedules.kinds import KINDS, NAMES, kind_of, make, require_numbers
+from shoal.plan.schedules.common_order import (
+    NO_MESSAGE,
+    UNKNOWN,
+    CommonOrder,
+    Message,
+    Slot,
+    common_order_of,
+    made_order,
+    play_in_order,
+)
+from shoal.plan.schedules.kinds import FOUND, KINDS, NAMES, kind_of, make, require_numbers
 from shoal.plan.schedules.play import Played, Times, play
-from shoal.plan.schedules.schedule import Schedule, looped, v_shaped
+from shoal.plan.schedules.schedule import Action, Held, Kind, Schedule, Work, looped, v_shaped
 from shoal.plan.schedules.search import search
-from shoal.plan.schedules.sound import require_no_deadlock, require_sound
-from shoal.plan.schedules.transfers import Payload, Receive, Send, Step, transfers
+from shoal.plan.schedules.sound import (
+    Payload,
+    Receive,
+    Send,
+    Step,
+    require_no_deadlock,
+    require_sound,
+    transfers,
+)
 
 __all__ = [
     "FOUND",

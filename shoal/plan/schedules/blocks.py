@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from shoal.plan.schedules.precedence import Precedence
+from shoal.plan.schedules.play import Precedence
 
 _PERIOD = 6
 _MOST_STEP = 3

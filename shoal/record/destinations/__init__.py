@@ -3,7 +3,6 @@
 `Destinations` opens those that a run asks for, each in a thread of its own (`QueuedLogger`).
 """
 
-from shoal.record.destinations.opening import Destinations
-from shoal.record.destinations.queued import QueuedLogger
+from shoal.record.destinations.opening import Destinations, QueuedLogger
 
 __all__ = ["Destinations", "QueuedLogger"]
