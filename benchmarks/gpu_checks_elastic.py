@@ -17,7 +17,7 @@ import torch.distributed as dist
 from gpu_outcome import Short
 
 from shoal.launch import EXIT_AGAIN, Membership
-from shoal.launch.membership import Roster
+from shoal.launch.roster import Roster
 from shoal.train.elastic import _leave, abort, group_failure
 
 __all__ = [

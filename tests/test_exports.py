@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 import inspect
 import subprocess
 import sys
@@ -18,6 +19,11 @@ MODULES = sorted(
     for path in PACKAGE.rglob("*.py")
     if path.name != "__main__.py"
 )
+PROGRAMS = [
+    path
+    for folder in ("shoal", "benchmarks", "docs", "examples")
+    for path in sorted((PACKAGE.parent / folder).rglob("*.py"))
+]
 PACKAGES = sorted(f"shoal.{path.parent.name}" for path in PACKAGE.glob("*/__init__.py"))
 
 
@@ -44,6 +50,26 @@ def test_every_module_can_be_imported_and_exported_names_are_sorted_and_there():
         exported = getattr(module, "__all__", [])
         assert exported == sorted(set(exported), key=in_order)
         assert [each for each in exported if not hasattr(module, each)] == []
+
+
+def is_there(module, name):
+    found = importlib.import_module(module)
+    return hasattr(found, name) or (
+        hasattr(found, "__path__") and importlib.util.find_spec(f"{module}.{name}") is not None
+    )
+
+
+def test_programs_import_what_is_there():
+    """Also where an import stands in a function, or in a benchmark that only a GPU runs."""
+    missing = [
+        f"{path.relative_to(PACKAGE.parent)}: {node.module}.{alias.name}"
+        for path in PROGRAMS
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "shoal"
+        for alias in node.names
+        if not is_there(node.module, alias.name)
+    ]
+    assert not missing
 
 
 def test_a_list_of_exported_names_stands_where_users_import_from():
