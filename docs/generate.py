@@ -50,16 +50,17 @@ __all__ = ["MODELLED", "ROOT", "pages", "render"]
 ROOT = Path(__file__).resolve().parent.parent
 _GENERATED = re.compile(r"(<!-- generated: (?P<name>.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 MODELLED = (
-    *("kinds", "alike"),
-    "collectives.network",
-    *("time.products", "time.attention", "time.passes", "time.compute"),
-    *("time.block", "time.buckets", "time.crowding", "time.data_parallel", "time.joins"),
-    *("time.host", "time.offload", "time.step", "time.synchronisations"),
-    *("memory.activation_peaks", "memory.activations", "memory.memory"),
-    *("memory.peak_candidates", "memory.states"),
-    *("outlook.goodput", "time.jitter", "outlook.long_run"),
+    *("kinds", "kinds: Groups that are alike", "collectives.network"),
+    *("time.compute", "time.compute: Matrix products", "time.compute: Attention"),
+    *("time.compute: Passes over memory", "time.compute: The host"),
+    *("time.block", "time.block: Tensor parallelism", "time.block: Late ranks"),
+    *("time.buckets", "time.data_parallel", "time.jitter", "time.offload"),
+    *("time.step", "time.step: Ranks that share cores"),
+    *("memory.memory", "memory.memory: States", "memory.memory: Micro-batches in flight"),
+    *("memory.activations", "memory.rank: Moments of a step"),
+    *("outlook.long_run", "outlook.long_run: Goodput"),
 )
-"""Modules of shoal.cost whose formulas are on a page."""
+"""Modules of shoal.cost, or parts of their docstrings, whose formulas are on a page."""
 
 _LANGUAGES = {".py": "python", ".toml": "toml"}
 _DESCRIBED = (Calibrated, Cluster, Device, Host, Level, Part, Power, Prices)
@@ -333,8 +334,11 @@ def _algorithms(level: str) -> str:
 
 
 def _model(name: str) -> str:
-    """What a module of the cost model says above its code."""
-    return inspect.getdoc(importlib.import_module(f"shoal.cost.{name}")) or ""
+    """What a module of the cost model says above its code: under a title, or before the first one."""
+    module, _, title = name.partition(": ")
+    told = inspect.getdoc(importlib.import_module(f"shoal.cost.{module}")) or ""
+    before, *parts = re.split(r"^(.+)\n-+\n\n", told, flags=re.MULTILINE)
+    return (dict(zip(parts[::2], parts[1::2], strict=True))[title] if title else before).strip()
 
 
 def _chosen(rows: Callable[[], tuple[list[str], list[list[str]]]]) -> str:

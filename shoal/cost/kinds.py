@@ -9,6 +9,9 @@ slowest with it. Each place costs what it would cost on a Cluster of such device
 Links are those of the Cluster's levels, whichever parts they join. Each replica of the model counts as if it
 had the slowest devices of every place, unless a Plan gives replicas shares of their own.
 
+Groups that are alike
+---------------------
+
 The data-parallel ranks of a Plan as groups that are alike: equal numbers of micro-batches, equal devices.
 
 With `shares` ranks along dp make different numbers of micro-batches. If they meet once a step, when gradients

@@ -139,7 +139,7 @@ def test_a_path_that_is_no_folder_is_named(run, capsys, path):
 
 
 def test_a_listener_that_others_reach_is_told(run, capsys, monkeypatch):
-    monkeypatch.setattr("shoal.web.app", lambda *given, **named: None)
+    monkeypatch.setattr("shoal.web.serve", lambda *given, **named: None)
     assert main(["web", str(run.path), "--host", "0.0.0.0"]) == 0
     assert "can be reached from other machines" in capsys.readouterr().err
 

@@ -21,6 +21,9 @@ last one):
 
 Where attention is not fused, the gradients of its scores, twice the bytes of the scores, may be more.
 
+The selective recompute of torchtitan
+-------------------------------------
+
 The selective recompute of torchtitan, which makes the result of every second product again.
 
 Shoal's recompute=selective keeps the results of all products and of attention. torchtitan keeps those of

@@ -3,9 +3,9 @@
 A rank holds the states below all the time. Gradients that are sharded are an exception: if a step is
 one micro-batch, they exist in backward only. The rank also holds what each moment of the step adds, and
 activations of several micro-batches, whose sizes `activations.py` gives. With pp > 1 there are also five
-messages of the stream: one received ahead, four being sent. With `offload` there are the
-buffers of `staging_bytes`, and with activations in files those of one more block, which is written or read
-while another computes.
+messages of the stream: one received ahead, four being sent. With `offload` there are the buffers of
+`staging_bytes`, and with activations in files those of one more block, which is written or read while another
+computes.
 
 These are the tensors. On a GPU torch also allocates WORKSPACES for matrix products: together that is the peak
 of allocated memory. To decide what fits, a Cluster adds its `reserved` bytes (contexts, libraries' buffers)
@@ -14,6 +14,9 @@ gradients all the time, because they are made on a stream of their own and other
 memory.
 
 The memory that one kernel takes for itself, and that of the batch, are not counted.
+
+Micro-batches in flight
+-----------------------
 
 Peaks of activation memory in a pipeline, as numbers of micro-batches that a rank holds.
 
@@ -31,6 +34,9 @@ p ranks, with v stages on each rank and m micro-batches, a rank holds:
     search              as many as the search was allowed, spread evenly over the rank's stages
 
 A stage never holds more than m. Tests compare these numbers with the schedules' tables.
+
+States
+------
 
 Bytes that training with Adam keeps for each parameter from step to step.
 

@@ -2,6 +2,9 @@
 
 This part of the memory is the same for every sharding of the states, so it is computed once.
 
+Moments of a step
+-----------------
+
 The moments of a step at which a rank may be at its peak, and its bytes then, without its states.
 
     loss        all activations, and the gradients of the loss, on the rank that has the end

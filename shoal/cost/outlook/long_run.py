@@ -8,6 +8,9 @@ The default rate of the storage is that of Llama 3: 16,384 devices, 8 to a node,
 1 GB/s per node (arXiv:2407.21783, section 3.3.1). The default five minutes to notice a failure and start
 again are a guess.
 
+How often a run fails
+---------------------
+
 How often a run fails: what was expected before it, corrected by the failures that were seen in it.
 
 Failures come independently of each other, so their number in a time is a Poisson variable whose rate is not
@@ -21,6 +24,9 @@ Its inverse is the mean time between failures that this module gives. A run that
 longer times, one that fails often soon believes what it sees, and the first guess is forgotten once some
 failures were seen. See Gelman et al., "Bayesian Data Analysis", section 2.6, for the Gamma prior.
 
+Goodput
+-------
+
 Goodput of a long run: the share of time that trains despite failures, and its days and dollars.
 
 A run saves a checkpoint after every T seconds of training; each stops training for s seconds. The n devices
@@ -33,6 +39,9 @@ come while the run saves or restarts. T seconds of training then take
 seconds (Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps", 2006, equation
 7). T divided by that is the goodput. The interval is T = sqrt(2 M s), rounded to whole steps, which is nearly
 the best (Young, "A first order approximation to the optimum checkpoint interval", 1974).
+
+Costs of a run
+--------------
 
 Where the wall clock of a run went, and what it costs: so far, and up to its last step.
 

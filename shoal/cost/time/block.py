@@ -1,8 +1,7 @@
 """Seconds of a block on one rank for one micro-batch, and the communications within it.
 
-Context parallelism sends keys and values round the
-ring beside attention, or exchanges heads (Ulysses). Expert parallelism exchanges tokens twice in forward and
-twice in backward. With recompute=full a layer's forward runs again, with its communications; embedding and
+Context parallelism sends keys and values round the ring beside attention, or exchanges heads (Ulysses). Expert
+parallelism exchanges tokens twice in forward and twice in backward. With recompute=full a layer's forward runs again, with its communications; embedding and
 end are not recomputed. Without tensor parallelism the recompute stops at the last result that backward reads:
 it leaves out the layer's last product, which is a fifth to a third of forward. Programs that recompute by
 functions of their own (Megatron-LM, DeepSpeed) repeat the whole forward.
@@ -15,6 +14,9 @@ With precision=fp8 the products of layers compute in 8 bits, and those of embedd
 Programs that send a token once to each node move fewer bytes between nodes for experts (`_sent_across`).
 
 At each communication that no compute runs beside, ranks also wait for late ranks.
+
+Tensor parallelism
+------------------
 
 The communications of tensor parallelism within a block, and how much of them its products hide.
 
@@ -41,6 +43,9 @@ On cores, the thread that computes also starts each communication, which takes a
 operators (`host_seconds`). A rank's part is copied to where parts are gathered. If a micro-batch has several
 samples, the ranks' parts of one sequence do not lie together in memory. Then a pass puts in order the
 gathered stream, the input of a product by rows, and in backward the gradients of products by columns.
+
+Late ranks
+----------
 
 Seconds that ranks wait for one another when they synchronise many times in a step.
 

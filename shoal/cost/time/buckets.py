@@ -5,6 +5,9 @@
 Buckets of each family are filled in the order of backward, up to `Plan.bucket` bytes of weights; the
 embedding and the end have buckets of their own, and with cut weights every block has one.
 
+What ranks send
+---------------
+
 What data-parallel ranks send each other of a bucket's gradients, and the seconds of it.
 
 Gradients are summed over the shards, and then over the replicas, each in `width` bytes, or compressed:
@@ -20,6 +23,9 @@ n elements over d ranks, with c bytes of a payload:
 
 Encoding reads the error memory and the gradient, and writes the sum, the payload and the new error memory.
 With two ranks, all kinds but random and powersgd gather.
+
+Seconds of buckets
+------------------
 
 Seconds of buckets of gradients and weights when nothing runs beside them, and their load on the device.
 

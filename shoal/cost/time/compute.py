@@ -2,10 +2,16 @@
 
 The classes below are matrix products, attention, and passes, which only move memory.
 
+Passes over memory
+------------------
+
 Seconds of kernels that only read and write memory.
 
 They move their bytes at the memory's rate: `bandwidth_share` of the data sheet's, or `stream_share` where no
 cache holds them. Each kernel of any kind adds `launch` seconds.
+
+Matrix products
+---------------
 
 Seconds of matrix products, by their shapes.
 
@@ -29,6 +35,9 @@ was seen to do so in fp8. The best choice counts.
 Constants are fitted to single products (`benchmarks/fit_devices.py`). In steps that take long, power and heat
 lower the clock: then products run at `sustained` times that rate.
 
+Attention
+---------
+
 Seconds of attention, by its shape.
 
 Fused attention gives each unit a tile of 128 queries of one head, which it compares with one key after
@@ -47,6 +56,9 @@ all else as long. With fp8 attention is computed in bf16. On cores, whose share 
 the type that computes, `exponentials` is 0: no rate is known, and none is counted.
 
 Unfused attention is two products for each head, and four passes over the scores.
+
+The host
+--------
 
 Seconds that the host takes to start a device's operations, and when the device waits for it.
 

@@ -30,6 +30,9 @@ gradients, each may fill the gaps of the other, so that only their sum or the gr
 
 `shoal.simulate` plays what really happens, which takes as long or longer; a test holds that.
 
+Buckets of a stage
+------------------
+
 The buckets of one stage, and their seconds when nothing runs beside them.
 
 Which blocks each bucket has depends on the stage's blocks, on tensor and expert parallelism, and on the size

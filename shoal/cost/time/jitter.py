@@ -21,6 +21,9 @@ vary by v, its k steps together vary by v / sqrt(k), and that is what workers wa
 `staleness=s` let a worker be s steps ahead: v / (1 + s) is what is left then, a little more than in a random
 simulation. `quorum`, `grace` and `delay` are taken to save nothing.
 
+The expected longest
+--------------------
+
 The expected longest of several ranks' times, over the mean of one.
 
 For n ranks whose times have the distribution F and the density f, it is the integral of

@@ -22,6 +22,9 @@ the slowest rank. Communication beside compute slows the compute by `contention`
 Where devices differ, each rank along the pipeline costs what it costs on those of its devices that take
 longest: `at` gives the costs there, which are those of a uniform Cluster.
 
+Ranks that share cores
+----------------------
+
 Seconds of a step where ranks outnumber the cores that they compute on.
 
 Rates that were measured with all ranks busy are the rates of a share of a core. A rank that waits, as in a
@@ -30,6 +33,9 @@ instead of c / n, and at most a whole core. All working ranks speed up by the sa
 events does not change. A step that was simulated at the shared rate only needs a faster clock. It takes
 
     integral over the step of max(k, c) / n dt
+
+Parts of compute
+----------------
 
 What compute is made of: the seconds that its FLOP need at the device's peak, and what is lost beyond them.
 
