@@ -53,7 +53,7 @@ GREETING = b"shoal/n1" + bytes(32) + struct.pack("<6i", 0, 0, 4096, 0, 64, 1000)
 GATE = f"""
 from shoal.launch.gate import Gate, StoreDoor, store_service
 from shoal.launch.launcher import store_on_loopback
-from shoal.launch.pump import Pump
+from shoal.launch.gate import Pump
 from shoal.listener import listen
 token = {TOKEN!r}.encode()
 """

@@ -9,6 +9,8 @@ that all ranks share.
 A `Codec` encodes a vector in fewer bytes. `elastic`, `parallel` and the benchmarks call it.
 """
 
+import torch  # noqa: F401  # comes first: torch imports its backends, and so the modules below
+
 from shoal.collectives.aggregator import Aggregator
 from shoal.collectives.checks import Stripes
 from shoal.collectives.codecs import Codec, codec_of

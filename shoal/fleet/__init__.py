@@ -6,12 +6,9 @@ which hosts are left out). `shoal launch ssh` and `shoal launch ray` call `train
 the agents tell each other stands in `shoal.launch.linked_hosts`.
 """
 
-from shoal.fleet.agent import Agent, start_program
-from shoal.fleet.attempt import Attempt, Work
-from shoal.fleet.fleet import Policy, train_on
-from shoal.fleet.hosts import Host, parse_hosts, read_hosts
+from shoal.fleet.agent import Agent, Host, agent_command, parse_hosts, read_hosts, ssh_command, start_program
+from shoal.fleet.fleet import Attempt, Policy, Work, train_on
 from shoal.fleet.ray_actors import RayCluster
-from shoal.fleet.ssh import agent_command, ssh_command
 
 __all__ = [
     "Agent",

@@ -17,8 +17,7 @@ from typing import Any, final
 
 from shoal.channel import carried
 from shoal.errors import ClusterError, MissingExtraError
-from shoal.fleet.agent import Agent, Said, start_program
-from shoal.fleet.hosts import Host
+from shoal.fleet.agent import Agent, Host, Said, start_program
 
 _CONNECT = 10.0  # seconds for a cluster to answer
 _WAIT = 0.5  # seconds that an actor waits for bytes before it answers

@@ -8,10 +8,10 @@ of several hosts work together, those that ssh or Ray starts too, stands in `lin
 """
 
 from shoal.launch.agent import ranks_here
-from shoal.launch.devices import choose_device, reports_failures
 from shoal.launch.drain import ask_to_leave
 from shoal.launch.elastic import Elasticity, launch_elastic
 from shoal.launch.follow import follow
+from shoal.launch.gate import TOKEN_FILE, find_token, read_token
 from shoal.launch.hosts import Meeting, lead, open_meeting
 from shoal.launch.kernel import process_age
 from shoal.launch.launcher import TERMINAL, launch, launch_on_node, open_store
@@ -22,9 +22,8 @@ from shoal.launch.outcome import EXIT_AGAIN, Outcome, root_cause
 from shoal.launch.output import RankLog, keep_output
 from shoal.launch.roster import Generation
 from shoal.launch.stopping import signals_noted
-from shoal.launch.token import TOKEN_FILE, find_token, read_token
 from shoal.launch.worker import StopSignal, run_rank
-from shoal.launch.world import World, find_world, join, meet
+from shoal.launch.world import World, choose_device, find_world, join, meet, reports_failures
 from shoal.submit import EXIT_STOPPED
 
 __all__ = [

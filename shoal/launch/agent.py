@@ -27,8 +27,7 @@ from shoal.launch.follow import Following
 from shoal.launch.launcher import open_store, rank_environments
 from shoal.launch.local_ranks import LocalRanks
 from shoal.launch.nursery import Nursery, open_nursery
-from shoal.launch.output import pass_on
-from shoal.launch.relay import Relay
+from shoal.launch.output import Relay, pass_on
 from shoal.launch.stopping import signals_noted
 from shoal.limits import json_of
 from shoal.listener import loopback

@@ -23,7 +23,7 @@ from typing import Any, final
 from shoal.channel import Channel, ChannelBusyError, ChannelRefusedError, ChannelStrangerError, dial
 from shoal.errors import CommunicationError, ConfigError
 from shoal.launch.elastic import member_environments
-from shoal.launch.gate import LAUNCHER, Gate, StoreDoor
+from shoal.launch.gate import LAUNCHER, Gate, StoreDoor, read_token
 from shoal.launch.host import BEAT, SILENCE, answers
 from shoal.launch.hosts import Meeting, surroundings
 from shoal.launch.launcher import END, TERMINAL, listen_for
@@ -33,10 +33,8 @@ from shoal.launch.membership import AFTER
 from shoal.launch.memory_files import files_service
 from shoal.launch.nursery import Nursery
 from shoal.launch.outcome import Outcome
-from shoal.launch.output import Terminal
-from shoal.launch.relay import Relay
+from shoal.launch.output import Relay, Terminal
 from shoal.launch.stopping import StopRequest, signals_noted
-from shoal.launch.token import read_token
 from shoal.release import release
 from shoal.scratch import scratch_folder
 from shoal.signals import stopped_early

@@ -21,7 +21,7 @@ from typing import Any
 from shoal.collectives.options import interface_with
 from shoal.errors import CommunicationError, ConfigError, ShoalError
 from shoal.launch.elastic import member_environments
-from shoal.launch.gate import Gate, store_service
+from shoal.launch.gate import TOKEN_FILE, Gate, Pump, read_token, store_service
 from shoal.launch.host import Host
 from shoal.launch.launcher import store_on_loopback
 from shoal.launch.linked_hosts import LinkedHosts
@@ -30,9 +30,7 @@ from shoal.launch.members import WAIT, Members
 from shoal.launch.membership import PEER
 from shoal.launch.memory_files import files_service
 from shoal.launch.nursery import Nursery
-from shoal.launch.pump import Pump
 from shoal.launch.stopping import StopRequest, signals_noted
-from shoal.launch.token import TOKEN_FILE, read_token
 from shoal.scratch import scratch_folder
 
 _LOOK = 0.05  # seconds between looks for hosts

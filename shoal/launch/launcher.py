@@ -19,10 +19,9 @@ from torch._C._distributed_c10d import TCPStore
 
 from shoal.errors import ConfigError
 from shoal.hang import LEDGERS, HangVerdict
-from shoal.launch.ended import exit_code_of
 from shoal.launch.local_ranks import LAUNCHER, LocalRanks, Processes
 from shoal.launch.nursery import Nursery
-from shoal.launch.outcome import Outcome, root_cause
+from shoal.launch.outcome import Outcome, exit_code_of, root_cause
 from shoal.launch.output import Terminal
 from shoal.launch.stopping import StopRequest, signals_noted
 from shoal.listener import listen, loopback

@@ -36,7 +36,6 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal.errors import CommunicationError
-from shoal.launch.devices import reports_failures
 from shoal.launch.outcome import EXIT_AGAIN
 from shoal.launch.roster import (
     NEWEST,
@@ -51,6 +50,7 @@ from shoal.launch.roster import (
     ready_key,
     waited_key,
 )
+from shoal.launch.world import reports_failures
 
 MEMBER = "SHOAL_MEMBER"
 """Environment variable: the number of a member. It is set where members may be lost and come."""

@@ -39,11 +39,10 @@ from shoal.train.compiling import Compiling
 from shoal.train.config import describe_config
 from shoal.train.evaluate import HeldOut, accuracy
 from shoal.train.first_weights import begin_from
-from shoal.train.job import Job
+from shoal.train.job import Job, offload_folder
 from shoal.train.learning_rate import rate_change_of
 from shoal.train.located import first_model
 from shoal.train.micro_batch import TrainingData
-from shoal.train.offloading import offload_folder
 from shoal.train.out_of_memory import does_not_fit, is_out_of_memory
 from shoal.train.result import Callbacks, LiveLine, StepResult, summary
 from shoal.train.roles import Role

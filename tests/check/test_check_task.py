@@ -61,7 +61,7 @@ def test_a_missing_reduction_is_named_for_a_task_too(ranks):
 def check_resumed(entry, loads=True):
     """The verdict on a training that is saved and loaded again before its second step."""
     resumed = replace(trial(entry), resumed_before=1, dropout=True)
-    fault = contextlib.nullcontext() if loads else patch("shoal.check.task_under_plan.load")
+    fault = contextlib.nullcontext() if loads else patch("shoal.check.runner.load")
     with fault:
         return check(["dp=2,shard=zero2,microbatch=4"], resumed)[0]
 

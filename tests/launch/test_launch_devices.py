@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from shoal.errors import ConfigError
-from shoal.launch import World, choose_device, devices, join
-from shoal.launch.devices import backend_for, identity_of, reports_failures
+from shoal.launch import World, choose_device, join
+from shoal.launch import world as ranks_world
+from shoal.launch.world import backend_for, identity_of, reports_failures
 from shoal.parallel import own_device
 
 
@@ -50,7 +51,10 @@ def test_a_rank_makes_its_gpu_the_current_one():
 def test_ranks_that_share_a_gpu_have_the_backend_shoal():
     assert backend_for(["a", "b", "c"]) == "cpu:gloo,cuda:nccl"
     assert backend_for(["a", "b", "a"]) == "shoal"
-    with patch.object(devices, "is_built", lambda: False), pytest.raises(ConfigError, match="2 ranks share"):
+    with (
+        patch.object(ranks_world, "is_built", lambda: False),
+        pytest.raises(ConfigError, match="2 ranks share"),
+    ):
         backend_for(["a", "b", "a"])
 
 
@@ -70,7 +74,7 @@ def join_on(gpus: list[str], port: int) -> tuple[str, list[str], list[bool]]:
     world = World(rank=rank, ranks=ranks, local_rank=rank, master=("127.0.0.1", port))
     with (
         patch.object(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=gpus[rank])),
-        patch.object(devices, "_NCCL", "cpu:gloo,cuda:gloo"),  # this torch has no NCCL
+        patch.object(ranks_world, "_NCCL", "cpu:gloo,cuda:gloo"),  # this torch has no NCCL
     ):
         assert identity_of(torch.device("cuda", 0)) == gpus[rank]
         told_before = lambda backend: had_group.append(dist.is_initialized())  # noqa: E731

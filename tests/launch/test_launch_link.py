@@ -13,10 +13,9 @@ from torch._C._distributed_c10d import TCPStore
 from shoal.channel import ChannelRefusedError, dial
 from shoal.errors import CheckpointError, ConfigError
 from shoal.launch import Meeting, Peer, find_token, follow, read_token
-from shoal.launch.gate import LAUNCHER, Gate, StoreDoor, store_service
+from shoal.launch.gate import LAUNCHER, Gate, Pump, StoreDoor, store_service
 from shoal.launch.launcher import store_on_loopback
 from shoal.launch.memory_files import files_service
-from shoal.launch.pump import Pump
 
 TOKEN = b"a token of some length"
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import HashStore
 
-from shoal.launch.causes import Causes
 from shoal.launch.host import Host
 from shoal.launch.linked_hosts import LinkedHosts
-from shoal.launch.lost_group import LostGroup
+from shoal.launch.members import LostGroup
 from shoal.launch.membership import Membership
+from shoal.launch.outcome import Causes
 from shoal.launch.roster import Generation, Roster
 
 

@@ -9,9 +9,9 @@ from torch._C._distributed_c10d import HashStore
 
 from shoal.errors import WorkerError
 from shoal.launch import EXIT_AGAIN, EXIT_STOPPED, Outcome
-from shoal.launch.causes import Causes
 from shoal.launch.members import Members
 from shoal.launch.membership import Membership
+from shoal.launch.outcome import Causes
 from shoal.launch.stopping import StopRequest
 
 KILL, TERM = -signal.SIGKILL, -signal.SIGTERM

@@ -11,8 +11,7 @@ from torch._C._distributed_c10d import HashStore
 from shoal.launch import EXIT_AGAIN
 from shoal.launch.elastic import member_environments
 from shoal.launch.membership import Membership
-from shoal.launch.roster import Roster
-from shoal.launch.survivors import Survivors
+from shoal.launch.roster import Roster, Survivors
 
 ABRT, KILL = -signal.SIGABRT, -signal.SIGKILL
 

@@ -9,7 +9,7 @@ from shoal.errors import ConfigError
 from shoal.models import build
 from shoal.plan import Plan
 from shoal.train import TrainConfig
-from shoal.train.offloading import require_offload
+from shoal.train.job import require_offload
 
 ALL = "offload=optimizer:file+gradients:file+parameters:file"
 

@@ -13,10 +13,9 @@ from shoal.cost.collectives import MOVED, motion
 from shoal.diagnosis.run_follower import RunFollower
 from shoal.run import write_event
 from shoal.web.app import STATIC
-from shoal.web.collectives import collectives, terms_of
-from shoal.web.ddp import ddp
 from shoal.web.export import bundle, export
-from shoal.web.pages import PAGES
+from shoal.web.live import ddp
+from shoal.web.pages import PAGES, collectives, terms_of
 from shoal.web.query import Query
 from shoal.web.saves import saves
 from shoal.web.schedules import schedules

@@ -1,10 +1,11 @@
 """Seconds of a block on one rank for one micro-batch, and the communications within it.
 
-Context parallelism sends keys and values round the ring beside attention, or exchanges heads (Ulysses). Expert
-parallelism exchanges tokens twice in forward and twice in backward. With recompute=full a layer's forward runs again, with its communications; embedding and
-end are not recomputed. Without tensor parallelism the recompute stops at the last result that backward reads:
-it leaves out the layer's last product, which is a fifth to a third of forward. Programs that recompute by
-functions of their own (Megatron-LM, DeepSpeed) repeat the whole forward.
+Context parallelism sends keys and values round the ring beside attention, or exchanges heads (Ulysses).
+Expert parallelism exchanges tokens twice in forward and twice in backward. With recompute=full a layer's
+forward runs again, with its communications; embedding and end are not recomputed. Without tensor parallelism
+the recompute stops at the last result that backward reads: it leaves out the layer's last product, which is a
+fifth to a third of forward. Programs that recompute by functions of their own (Megatron-LM, DeepSpeed) repeat
+the whole forward.
 
 A selective recompute repeats passes, but no products and no attention. Where attention is not fused and
 writes its scores to memory, it repeats attention alone (Korthikanti et al., arXiv:2205.05198).
