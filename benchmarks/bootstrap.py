@@ -30,8 +30,8 @@ import torch.distributed as dist
 from rounds import Spread
 
 import shoal.collectives
-from shoal.bench import describe
 from shoal.collectives.meeting_point import Assembly
+from shoal.machine.bench import describe
 
 assert shoal.collectives
 

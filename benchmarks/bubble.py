@@ -29,11 +29,11 @@ from torch.utils.data import TensorDataset
 
 from shoal.parallel.pipeline import runtime
 from shoal.parallel.pipeline.deferred import WeightGradients
-from shoal.plan.schedules import Played, Times, make, play
-from shoal.run import Run
-from shoal.simulate import measured_timeline
+from shoal.predict.simulate import measured_timeline
+from shoal.spec.plan.schedules import Played, Times, make, play
+from shoal.spec.run import Run
+from shoal.spec.timeline import explain
 from shoal.testing import RankPool
-from shoal.timeline import explain
 from shoal.train import OptimizerConfig, Trainer
 
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}

@@ -30,7 +30,6 @@ from rounds import Spread
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from shoal.bench.report import describe
 from shoal.checkpoint import (
     Piece,
     ProcessGroupCoordinator,
@@ -41,6 +40,7 @@ from shoal.checkpoint import (
     read_together,
     verify,
 )
+from shoal.machine.bench.report import describe
 from shoal.parallel import Replicas, parallelize
 from shoal.record import NullRecorder
 from shoal.testing import RankPool

@@ -36,10 +36,10 @@ import torch
 from rounds import Spread
 from torch import Tensor
 
-from shoal.bench import describe
 from shoal.collectives.codecs import codec_of, native, with_torch
 from shoal.collectives.core import Core, load_core
-from shoal.plan import Compression
+from shoal.machine.bench import describe
+from shoal.spec.plan import Compression
 
 KINDS = ["int8", "int4", "fp8", "sign", "topk:64", "topk:64:2bit", "random:64", "threshold:3"]
 _LINE = 64  # bytes

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.bench import Machine, Row, ratio
-from shoal.bench.contestants import require_available
 from shoal.errors import UserError
+from shoal.machine.bench import Machine, Row, ratio
+from shoal.machine.bench.contestants import require_available
 from shoal.units import format_bytes, format_seconds
 
 _CONTESTANTS = ("shoal", "shoal-shared", "gloo", "mpi", "oneccl", "memory")

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
-from shoal.bench import describe
-from shoal.compare import Difference, RunValues, Verdict, differences
-from shoal.run import Run
+from shoal.analyze.compare import Difference, RunValues, Verdict, differences
+from shoal.machine.bench import describe
+from shoal.spec.run import Run
 
 SHARES = {"forward": 0.3, "backward": 0.5, "optimizer": 0.08, "exposed_communication": 0.12}
 """Parts of a step of one second."""

@@ -35,8 +35,8 @@ import torch
 from rounds import Spread
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from shoal.bench import describe
 from shoal.data import DataConfig, Loader, open_feed, open_tokenizer, prepare
+from shoal.machine.bench import describe
 
 SEQUENCE, BATCH = 256, 16
 _ROW = 4000  # characters

@@ -41,14 +41,14 @@ from contestants import Task, make_trainer
 from recording import Switch
 from rounds import Ranks, Spread, Step, free_port
 
-from shoal.bench import describe
 from shoal.checkpoint import ProcessGroupCoordinator
 from shoal.collectives import watch_hangs
 from shoal.collectives.native import NativeGroup
+from shoal.machine.bench import describe
 from shoal.parallel.exchange.worker_exchange import WorkerExchange
-from shoal.plan import Plan
 from shoal.record import NullRecorder
-from shoal.run import Run
+from shoal.spec.plan import Plan
+from shoal.spec.run import Run
 from shoal.train.config import RecordConfig
 from shoal.train.execution import Profiling
 from shoal.train.result import LiveLine

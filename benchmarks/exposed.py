@@ -30,12 +30,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from shoal.foreign import read_foreign
-from shoal.run import Run
-from shoal.simulate import measured_timeline
-from shoal.timeline import Kind, Lane, Parts, Timeline, explain
-from shoal.timeline.breakdown import WORK, blocked_in
-from shoal.timeline.intervals import subtract, union
+from shoal.analyze.foreign import read_foreign
+from shoal.predict.simulate import measured_timeline
+from shoal.spec.run import Run
+from shoal.spec.timeline import Kind, Lane, Parts, Timeline, explain
+from shoal.spec.timeline.breakdown import WORK, blocked_in
+from shoal.spec.timeline.intervals import subtract, union
 
 __all__ = ["drawn_traces", "hta_shares", "shoal_shares", "write_as_traces"]
 

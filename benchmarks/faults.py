@@ -33,7 +33,7 @@ from statistics import median
 
 from faults_trial import KINDS, PHASES, Ground, Result, Trial
 
-from shoal.bench import describe
+from shoal.machine.bench import describe
 from shoal.testing.programs import Programs
 
 

@@ -16,10 +16,10 @@ from faults_struck import EVERY, OF_NETWORK
 from faults_traces import failures, is_in, is_rank, json_lines, last_line, namespace_of
 
 from shoal.launch.nursery import ForkedRank
+from shoal.spec.timeline import Timeline
 from shoal.testing.hosts import Hosts
 from shoal.testing.programs import Programs
 from shoal.testing.words import write_words
-from shoal.timeline import Timeline
 
 STEPS, TO_LOAD = 12, 6
 PHASES = ("start", "forward", "backward", "collective", "save", "load")

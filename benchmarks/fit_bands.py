@@ -1,10 +1,11 @@
 """Fits the bands of predicted steps to held-out rows, and measures how many rows lie within them.
 
-    python benchmarks/fit_bands.py RUNS.csv ... [--without FAMILY ...] [--out shoal/cost/outlook/bands.toml]
-        [--probed CLUSTER.toml TABLE.csv] [--cores benchmarks/prediction.md]
+    python benchmarks/fit_bands.py RUNS.csv ... [--without FAMILY ...] [--out
+        shoal/predict/cost/outlook/bands.toml] [--probed CLUSTER.toml TABLE.csv] [--cores
+        benchmarks/prediction.md]
 
 RUNS.csv are tables of `shoal validate`. Only rows that no constant is fitted to count
-(`shoal.validate.is_fitted`), and a row that several tables have counts once.
+(`shoal.predict.validate.is_fitted`), and a row that several tables have counts once.
 
 The band of a kind reaches from the 5 % to the 95 % quantile of log(measured / predicted). Rows of the next
 wider kind are added with the weight of `_PARENT` rows together, so that few rows decide little. As the next
@@ -32,12 +33,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median, quantiles
 
-from shoal.cluster import Cluster
-from shoal.cost.outlook.band import kind_of, layouts_of, measured_kind
-from shoal.plan import SettledPlan
-from shoal.validate import Measured, published_workload, read_table
-from shoal.validate.predictions import compare_steps
-from shoal.validate.steps import machine_of
+from shoal.predict.cost.outlook.band import kind_of, layouts_of, measured_kind
+from shoal.predict.validate import Measured, published_workload, read_table
+from shoal.predict.validate.predictions import compare_steps
+from shoal.predict.validate.steps import machine_of
+from shoal.spec.cluster import Cluster
+from shoal.spec.plan import SettledPlan
 
 __all__ = ["Row", "bands_of", "coverage", "main", "quantile"]
 

@@ -1,4 +1,4 @@
-"""Fits what programs reach of devices: the constants in shoal/cluster/devices.toml.
+"""Fits what programs reach of devices: the constants in shoal/spec/cluster/devices.toml.
 
     python benchmarks/fit_devices.py [RUNS.csv ...] [--layers LAYERS.csv] [--without FAMILY ...]
                                      [--products PRODUCTS.csv ...] [--attention ATTENTION.csv ...]
@@ -8,8 +8,8 @@ training steps those that only whole steps show: the clock under load, the host,
 compute take from each other. Each of these has an expected value, and says how sure that is (the standard
 deviation of its logarithm). What is minimised is the sum of squares of the rows' errors, in units of 6 % and
 each family by the square root of its rows, and of the constants' departures from what is expected. Half of
-the rows are fitted (`shoal.validate.is_fitted`); the other half says how far that holds. Prints both, and the
-constants as they stand in the data file.
+the rows are fitted (`shoal.predict.validate.is_fitted`); the other half says how far that holds. Prints both,
+and the constants as they stand in the data file.
 """
 
 from __future__ import annotations
@@ -26,11 +26,10 @@ import numpy as np
 from fit_operations import fit_operations, report
 from least_squares import least_squares, softened
 
-from shoal.cluster import Cluster, Device
-from shoal.cost import Costs, Memories
-from shoal.cost.time import block_cost
-from shoal.simulate import played_seconds
-from shoal.validate import (
+from shoal.predict.cost import Costs, Memories
+from shoal.predict.cost.time import block_cost
+from shoal.predict.simulate import played_seconds
+from shoal.predict.validate import (
     Measured,
     MeasuredLayer,
     is_fitted,
@@ -39,9 +38,10 @@ from shoal.validate import (
     read_operations,
     read_table,
 )
-from shoal.validate.cells import with_attention
-from shoal.validate.predictions import Filled, fill_blanks
-from shoal.workload import workload_of
+from shoal.predict.validate.cells import with_attention
+from shoal.predict.validate.predictions import Filled, fill_blanks
+from shoal.spec.cluster import Cluster, Device
+from shoal.spec.workload import workload_of
 
 __all__ = ["CONSTANTS", "Constant", "fit", "main"]
 

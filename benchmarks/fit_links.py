@@ -1,7 +1,8 @@
 """Fits the constants of links to published times of collectives, and tells how well they predict them.
 
-    python benchmarks/fit_links.py TABLE.csv ...        errors with the constants of shoal/cluster/links.toml
-    python benchmarks/fit_links.py TABLE.csv ... --fit  constants fitted to half of the rows, and their errors
+    python benchmarks/fit_links.py TABLE.csv ...        errors with the constants of
+    shoal/spec/cluster/links.toml python benchmarks/fit_links.py TABLE.csv ... --fit  constants fitted to half
+    of the rows, and their errors
 
 The tables are those of `shoal validate`: sweeps of platforms, and operations measured on devices of one node.
 Half of the rows, chosen by a hash of what was run, are fitted; the others only tell whether the constants
@@ -9,7 +10,7 @@ hold. A row that says which algorithm ran is held to that one, the others to the
 256 KiB weigh a quarter of larger ones.
 
 What is fitted belongs to a type of link, never to a platform. Two nodes alone are joined by trees that load
-each interface half as much as larger rings do (shoal.cost.collectives.network says why), so they tell
+each interface half as much as larger rings do (shoal.predict.cost.collectives.network says why), so they tell
 little of rings: half sizes of networks but TCP are not fitted. Sweeps of two nodes want 11 to 19 MB, the only
 one of four nodes none. Latencies are of each network; those of NVLink 3 and 4 are NCCL's. Shares of networks
 are not fitted: 0.97 of a packet is payload.
@@ -25,12 +26,12 @@ from statistics import fmean
 from typing import Any
 
 from shoal.cli.table import table_of
-from shoal.cluster import Cluster
-from shoal.cluster.tables import table
-from shoal.cost.collectives import algorithm_seconds
-from shoal.plan.group import Group
-from shoal.validate import MeasuredCollective, is_fitted, read_collectives
-from shoal.validate.collectives import SMALL_BYTES
+from shoal.predict.cost.collectives import algorithm_seconds
+from shoal.predict.validate import MeasuredCollective, is_fitted, read_collectives
+from shoal.predict.validate.collectives import SMALL_BYTES
+from shoal.spec.cluster import Cluster
+from shoal.spec.cluster.tables import table
+from shoal.spec.plan.group import Group
 
 NVLINKS = ("nvlink3", "nvlink4", "nvlink5")
 SWITCHES = ("nvlink4", "nvlink5")  # that add up

@@ -3,7 +3,7 @@
 `fit_devices.py` calls it. Each constant has an expected value, and stays there where no row tells more. What
 is minimised is the sum of squares of the logarithms of predicted over measured; errors beyond a tenth count
 less and less, and products of few rows count less than half as much as others. Half of the rows are fitted
-(`shoal.validate.is_fitted`).
+(`shoal.predict.validate.is_fitted`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 from least_squares import least_squares, softened
 
-from shoal.cluster import Device
-from shoal.validate import MeasuredOperation, is_fitted
+from shoal.predict.validate import MeasuredOperation, is_fitted
+from shoal.spec.cluster import Device
 
 __all__ = ["GROUPS", "Fitted", "fit_operations", "report"]
 

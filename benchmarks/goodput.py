@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import NormalDist
 
-from shoal.cluster import Cluster
-from shoal.cost.outlook import goodput
-from shoal.simulate import Courses, FailureModel, failure_courses
+from shoal.predict.cost.outlook import goodput
+from shoal.predict.simulate import Courses, FailureModel, failure_courses
+from shoal.spec.cluster import Cluster
 
 DAY = 86_400.0
 DAYS = 54
@@ -73,7 +73,7 @@ Play = Callable[..., Courses]
 HEAD = """# Goodput of 16,384 ranks that fail
 
 Written by `benchmarks/goodput.py --runs {runs} --svg benchmarks/goodput.svg`: simulated, not measured. Each
-figure is the mean of {runs} runs of 54 days, played event by event (`shoal.simulate.failures`).
+figure is the mean of {runs} runs of 54 days, played event by event (`shoal.predict.simulate.failures`).
 
 **Published.** Llama 3 405B on 16,384 H100: 466 interruptions in 54 days, 419 of them unexpected, about 78 %
 of these for hardware; an effective training time above 90 % (arXiv:2407.21783, section 3.3.4). ByteRobust: an

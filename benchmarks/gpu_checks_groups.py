@@ -19,8 +19,8 @@ from torch import Tensor
 
 from shoal.collectives import Options
 from shoal.collectives.staging import Staging
+from shoal.machine.probe.device import CudaClock
 from shoal.parallel.communication import Axis, Striped
-from shoal.probe.device import CudaClock
 from shoal.record import NullRecorder
 from shoal.testing import RankPool
 

@@ -29,7 +29,7 @@ from shoal.models import (
 from shoal.models.expert_products import GroupedProducts, LoopedProducts, Runs, multiply_by_experts
 from shoal.parallel import compiled, parallelize
 from shoal.parallel.optimizer.optimizers import limit_gradients
-from shoal.plan import Compression
+from shoal.spec.plan import Compression
 from shoal.train.update import Update
 
 __all__ = ["Operators", "finish"]

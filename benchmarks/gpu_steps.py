@@ -17,15 +17,15 @@ from gpu_outcome import Found, Short
 from gpu_peers import PEERS, Measured, Shape, measure, measure_in_turns, shoal_trainer
 from torch.profiler import ProfilerActivity, profile
 
-from shoal.cluster import Cluster
-from shoal.cost import Costs, Memories
-from shoal.cost.time import workload_on
 from shoal.errors import ClusterError
-from shoal.plan import Plan, SettledPlan
-from shoal.run import Run
-from shoal.simulate import measured_timeline, played_seconds
-from shoal.timeline import explain
-from shoal.workload import Workload, transformer_shape, workload_of
+from shoal.predict.cost import Costs, Memories
+from shoal.predict.cost.time import workload_on
+from shoal.predict.simulate import measured_timeline, played_seconds
+from shoal.spec.cluster import Cluster
+from shoal.spec.plan import Plan, SettledPlan
+from shoal.spec.run import Run
+from shoal.spec.timeline import explain
+from shoal.spec.workload import Workload, transformer_shape, workload_of
 
 __all__ = ["beside_plain_torch", "parts_of_a_step", "probed_file", "profiled", "recompute_in_order", "step"]
 

@@ -35,11 +35,11 @@ import torch.distributed as dist
 from hosts_network import Network
 from torch._C._distributed_c10d import TCPStore
 
-from shoal.bench import COLLECTIVES, describe, parse_sizes
-from shoal.bench.contestants import Buffers
-from shoal.bench.contestants.contestant import TorchGroup
 from shoal.collectives import Aggregator, Options
 from shoal.errors import UserError, WorkerError
+from shoal.machine.bench import COLLECTIVES, describe, parse_sizes
+from shoal.machine.bench.contestants import Buffers
+from shoal.machine.bench.contestants.contestant import TorchGroup
 from shoal.testing.hosts import Hosts, enter_host
 from shoal.units import format_bytes
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.bench import COLLECTIVES
 from shoal.collectives import Table, built_in_table
 from shoal.collectives.table import Call
+from shoal.machine.bench import COLLECTIVES
 from shoal.testing.hosts import Hosts
 
 

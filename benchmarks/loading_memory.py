@@ -26,7 +26,7 @@ import torch
 from safetensors.torch import save_file
 
 import shoal
-from shoal.bench import describe
+from shoal.machine.bench import describe
 from shoal.models import Transformer, TransformerConfig, build, llama_config, preset, stored_as_llama
 from shoal.testing.ranks import RankPool
 from shoal.units import format_bytes

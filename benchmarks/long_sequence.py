@@ -25,7 +25,7 @@ from memory import Memory, measure
 from torch import Tensor
 
 from shoal.models import TransformerConfig
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 from shoal.testing import RankPool
 
 PLANS = ("dp=1", "cp=4,context=ring", "cp=4,context=ulysses")

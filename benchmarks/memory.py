@@ -13,7 +13,7 @@ counts; with ep, where ranks get unequal numbers of rows and formulas are of eve
     kept      live after forward, less live before it: what backward will read, and gathered weights
     peak      most that was live in a step, less the batch
 
-The formulas are those of `shoal/cost/memory/memory.py`, which also says at which moment each peak is.
+The formulas are those of `shoal/predict/cost/memory/memory.py`, which also says at which moment each peak is.
 
 Exits with 1 if a figure departs from its formula by more than a tenth.
 """
@@ -34,8 +34,8 @@ from torch import Tensor
 
 import shoal
 from shoal.models import Transformer, TransformerConfig, next_token_loss
-from shoal.plan import Plan
 from shoal.record import LiveStorages
+from shoal.spec.plan import Plan
 from shoal.testing import RankPool
 
 PLANS = (

@@ -1,18 +1,19 @@
-"""Memory of a rank by formula, for `memory.py` and `pipeline_memory.py`: what `shoal.cost` says of a model.
+"""Memory of a rank by formula, for `memory.py` and `pipeline_memory.py`: what `shoal.predict.cost` says of a
+model.
 
 The formulas are in `shoal/cost`: states in `memory.py`; activations in `activations.py`, of the tensors that
-`shoal/workload/transformer.py` lists; the moments at which a peak can be in `moments.py`. On a CPU a norm is
-several kernels, which keep more than one does.
+`shoal/spec/workload/transformer.py` lists; the moments at which a peak can be in `moments.py`. On a CPU a
+norm is several kernels, which keep more than one does.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.cost import Memories, RankMemory
 from shoal.models import TransformerConfig
-from shoal.plan import Plan
-from shoal.workload import Workload, transformer_shape, workload_of
+from shoal.predict.cost import Memories, RankMemory
+from shoal.spec.plan import Plan
+from shoal.spec.workload import Workload, transformer_shape, workload_of
 
 __all__ = ["Case", "workload_on_cpu"]
 

@@ -6,7 +6,7 @@ Three comparisons, one after another; each has one rank by itself. With tensor a
 ranks take the same batch, with expert parallelism each its part. Contestants run in interleaved rounds
 (`rounds.py`); medians over rounds with their range. The parallel efficiency of n ranks is the time of one
 rank alone, over n times that of the n. The contestants of Shoal record every step, the timed ones too; a
-second table says where these went (`shoal.timeline.breakdown` defines the parts). Exits with 1 if a
+second table says where these went (`shoal.spec.timeline.breakdown` defines the parts). Exits with 1 if a
 contestant's losses are not those of one rank.
 """
 
@@ -29,9 +29,9 @@ from parallel_experts import over_all_to_all
 from parallel_step import UntiedTask, alone, dealt, over_shoal
 from rounds import Burst, Ranks, Spread, Step, interleave
 
-from shoal.bench import describe
 from shoal.errors import WorkerError
-from shoal.timeline import Timeline, explain
+from shoal.machine.bench import describe
+from shoal.spec.timeline import Timeline, explain
 
 __all__ = ["COMPARISONS", "Comparison", "breakdown_row", "main", "result_row"]
 

@@ -22,7 +22,7 @@ from torch.nn.utils import clip_grad_norm_
 import shoal
 from shoal.models import Transformer, next_token_loss, preset
 from shoal.record import SpanRecorder
-from shoal.timeline import Kind
+from shoal.spec.timeline import Kind
 
 __all__ = ["Batches", "UntiedTask", "alone", "dealt", "loop", "over_shoal", "same_batches", "timeline_file"]
 

@@ -34,13 +34,13 @@ from pipeline_played import PlayedStep, median_times, played_steps, spread_of
 from pipeline_step import MODELS, TORCH_SCHEDULES, PipelineTask, alone, over_pipeline, over_torch
 from rounds import Burst, Ranks, Spread, Step, interleave
 
-from shoal.bench import describe
 from shoal.errors import WorkerError
+from shoal.machine.bench import describe
 from shoal.parallel.pipeline.pieces import computed_costs, cut_pieces
-from shoal.plan import Plan
-from shoal.plan.schedules import Times, play
+from shoal.spec.plan import Plan
+from shoal.spec.plan.schedules import Times, play
+from shoal.spec.timeline import Timeline
 from shoal.testing import RankPool
-from shoal.timeline import Timeline
 
 __all__ = ["PARTS", "Entry", "balance_row", "entries", "flop_times", "main", "played_row"]
 

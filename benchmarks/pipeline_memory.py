@@ -15,9 +15,10 @@ The table's figure is the most that is held after a forward, going through a ran
     F, B, I        add what is sent, n H, until the fourth send after it: so many are left under way
 
 With n tokens in a micro-batch, H hidden, F the width of the feed-forward layer and V the vocabulary, a block
-and the end keep what `shoal/cost/memory/activations.py` says. For W a block keeps 8 n H + 3 n F elements, the
-inputs of its products (normalised twice, attention's output, the feed-forward layer's product) and the
-gradients of their outputs (query, key, value, gate, up, and the stream's twice); the end keeps n H + n V.
+and the end keep what `shoal/predict/cost/memory/activations.py` says. For W a block keeps 8 n H + 3 n F
+elements, the inputs of its products (normalised twice, attention's output, the feed-forward layer's product)
+and the gradients of their outputs (query, key, value, gate, up, and the stream's twice); the end keeps n H +
+n V.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ from memory_formulas import workload_on_cpu
 from torch import Tensor
 
 import shoal
-from shoal.cost import Layout
-from shoal.cost.memory import block_memory, stream_bytes
 from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.parallel.pipeline.pieces import cut_pieces
-from shoal.plan import Plan
-from shoal.plan.schedules import Action, Receive, Schedule, Send, Work, transfers
+from shoal.predict.cost import Layout
+from shoal.predict.cost.memory import block_memory, stream_bytes
 from shoal.record import NullRecorder, OpenSpan, Recorder
+from shoal.spec.plan import Plan
+from shoal.spec.plan.schedules import Action, Receive, Schedule, Send, Work, transfers
+from shoal.spec.timeline import Kind
 from shoal.testing import RankPool
-from shoal.timeline import Kind
 
 __all__ = ["MEMORY_SHAPE", "Held", "Sizes", "held_by_table", "measure_held", "memory_rows", "sizes_of"]
 

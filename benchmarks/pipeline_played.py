@@ -18,9 +18,9 @@ from statistics import fmean, median
 from rounds import Spread
 
 from shoal.errors import PlanError
-from shoal.plan.schedules import Action, Played, Schedule, Times, Work, play
-from shoal.plan.schedules.play import Precedence
-from shoal.timeline import Kind, Span, Timeline
+from shoal.spec.plan.schedules import Action, Played, Schedule, Times, Work, play
+from shoal.spec.plan.schedules.play import Precedence
+from shoal.spec.timeline import Kind, Span, Timeline
 
 __all__ = ["PlayedStep", "median_times", "played_steps", "spread_of"]
 

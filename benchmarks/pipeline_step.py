@@ -28,9 +28,9 @@ import shoal
 from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.models.transformer import FeedForward
 from shoal.parallel.pipeline.pieces import cut_pieces
-from shoal.plan import Plan
 from shoal.record import SpanRecorder
-from shoal.timeline import Kind
+from shoal.spec.plan import Plan
+from shoal.spec.timeline import Kind
 
 __all__ = [
     "MODELS",

@@ -23,10 +23,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.cli.table import table_of
-from shoal.cluster import Cluster
-from shoal.planner import Search
-from shoal.planner.shared import Shared
-from shoal.workload import ModelShape, Workload, shape, workload_of
+from shoal.predict.planner import Search
+from shoal.predict.planner.shared import Shared
+from shoal.spec.cluster import Cluster
+from shoal.spec.workload import ModelShape, Workload, shape, workload_of
 
 CASES = {
     "125m on 8 A100": ("125m", "dgx-a100:8", 64),

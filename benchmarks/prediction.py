@@ -39,17 +39,17 @@ from contestants import Task
 from rounds import Ranks, Spread, Step
 
 import shoal
-from shoal.bench import describe
-from shoal.cluster import Cluster
-from shoal.cost import calibrate
-from shoal.cost.outlook import Observation
-from shoal.cost.time import workload_on
+from shoal.machine.bench import describe
 from shoal.models import Transformer, TransformerConfig
-from shoal.plan import Plan, SettledPlan
+from shoal.predict.cost import calibrate
+from shoal.predict.cost.outlook import Observation
+from shoal.predict.cost.time import workload_on
+from shoal.predict.simulate import simulate
 from shoal.record import SpanRecorder
-from shoal.simulate import simulate
-from shoal.timeline import Timeline
-from shoal.workload import Workload, transformer_shape
+from shoal.spec.cluster import Cluster
+from shoal.spec.plan import Plan, SettledPlan
+from shoal.spec.timeline import Timeline
+from shoal.spec.workload import Workload, transformer_shape
 
 __all__ = ["PLANS", "SHAPES", "Case", "Row", "kendall_tau", "main", "predicted_seconds", "workload_of_case"]
 

@@ -20,7 +20,7 @@ from statistics import median
 import torch
 
 from shoal.record import NullRecorder, Recorder, open_recorder
-from shoal.timeline import Kind, Lane
+from shoal.spec.timeline import Kind, Lane
 
 ROUNDS = 5
 SPANS = 20_000

@@ -21,7 +21,7 @@ from typing import Any, final
 from contestants import Task, make_trainer
 from rounds import Ranks, Spread, Step
 
-from shoal.bench import describe
+from shoal.machine.bench import describe
 from shoal.record import NullRecorder, OpenSpan, Recorder, SpanRecorder
 
 __all__ = ["Switch"]

@@ -43,7 +43,7 @@ from statistics import median
 from recovery_contestants import CONTESTANTS, LARGE, Contestant, Made, Task, Training, phases_of
 from recovery_cost import cost_table, spread
 
-from shoal.bench import describe
+from shoal.machine.bench import describe
 from shoal.units import format_bytes
 
 COMPARED = 20  # steps after the recovery whose losses count

@@ -21,8 +21,8 @@ from pathlib import Path
 from rounds import free_port
 
 from shoal.models import preset
-from shoal.run import Run
-from shoal.timeline import Timeline
+from shoal.spec.run import Run
+from shoal.spec.timeline import Timeline
 
 __all__ = ["CONTESTANTS", "LARGE", "PLAIN", "Contestant", "Made", "Task", "Training", "phases_of"]
 

@@ -27,7 +27,7 @@ from slow_links_small import Timed, train_for
 from torch._C._distributed_c10d import TCPStore
 
 from shoal.errors import WorkerError
-from shoal.server import Server
+from shoal.parallel.exchange.server import Server
 from shoal.testing.hosts import Hosts, enter_host
 
 __all__ = ["Turn", "Workers"]

@@ -27,9 +27,9 @@ from typing import Any
 from slow_links_small import HELD_OUT, held_out, small_trainer
 from slow_links_speed import formula_bytes
 
-from shoal.bench import describe
+from shoal.machine.bench import describe
 from shoal.parallel import outer_settings
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 from shoal.testing.ranks import RankPool
 
 __all__ = ["STEPS", "Loss", "Run", "at_equal_time", "measure_loss", "runs_of", "table"]

@@ -23,8 +23,8 @@ from torch.nn.utils import clip_grad_norm_
 import shoal
 from shoal.data import DataConfig, Loader, TokenSamples, prepare
 from shoal.models import Transformer, TransformerConfig, next_token_loss
-from shoal.plan import Plan, SettledPlan
-from shoal.server import Servers
+from shoal.parallel.exchange.server import Servers
+from shoal.spec.plan import Plan, SettledPlan
 from shoal.train import OptimizerConfig, Runtime
 
 __all__ = [

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import shoal
 from shoal.data import DataConfig, TokenSamples, prepare
 from shoal.models import Transformer, TransformerConfig
-from shoal.run import Decision
+from shoal.spec.run import Decision
 from shoal.train import Callbacks, OptimizerConfig
 
 __all__ = ["HELD_OUT", "MODEL", "SEQUENCES", "Point", "Timed", "held_out", "small_trainer", "train_for"]

@@ -33,21 +33,21 @@ from slow_links_methods import (
     why_absent,
 )
 
-from shoal.bench import describe
-from shoal.bench.settings import Ranks
 from shoal.cli.report import sent_bytes
-from shoal.cluster import Cluster, Level
-from shoal.cost import Costs
-from shoal.cost.collectives import collective_seconds
-from shoal.cost.outlook.observation import with_all_rates
-from shoal.cost.time import workload_on
-from shoal.cost.time.buckets import SUM_WIDTH, Wire, compressed_sums, low_rank_share, payload_bytes
-from shoal.plan import Group
-from shoal.probe import QUICK, Place, fitted, measure_device, read_sheet
-from shoal.simulate import played_seconds
+from shoal.machine.bench import describe
+from shoal.machine.bench.settings import Ranks
+from shoal.machine.probe import QUICK, Place, fitted, measure_device, read_sheet
+from shoal.predict.cost import Costs
+from shoal.predict.cost.collectives import collective_seconds
+from shoal.predict.cost.outlook.observation import with_all_rates
+from shoal.predict.cost.time import workload_on
+from shoal.predict.cost.time.buckets import SUM_WIDTH, Wire, compressed_sums, low_rank_share, payload_bytes
+from shoal.predict.simulate import played_seconds
+from shoal.spec.cluster import Cluster, Level
+from shoal.spec.plan import Group
+from shoal.spec.workload import Workload, transformer_shape
 from shoal.testing.hosts import Hosts
 from shoal.testing.ranks import RankPool
-from shoal.workload import Workload, transformer_shape
 
 __all__ = ["NETWORKS", "formula_bytes", "measure_speed", "predicted_seconds", "with_compute"]
 

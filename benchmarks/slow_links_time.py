@@ -21,8 +21,8 @@ from slow_links_hosts import Workers
 from slow_links_loss import at_equal_time
 from slow_links_small import Point, Timed
 
-from shoal.bench import describe
-from shoal.planner import candidates
+from shoal.machine.bench import describe
+from shoal.predict.planner import candidates
 from shoal.testing.hosts import Hosts
 
 __all__ = ["EXCHANGES", "Race", "measure_time", "table", "time_to"]

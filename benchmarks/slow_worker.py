@@ -4,7 +4,7 @@
 
 Four workers train a small model, one process each. A worker's loss waits for the time of a share, as a host
 waits for its device, so that this machine's cores are not the limit. Measured first: the seconds of a share
-with one worker, and of an exchange and of an average with four. From these `shoal.simulate.course_of`
+with one worker, and of an exchange and of an average with four. From these `shoal.predict.simulate.course_of`
 predicts the shares a second of every way of exchange. All are measured in turns; prints Markdown.
 
 Then all workers are equally fast, and one is lost: it is killed, and begins anew after some seconds. Servers
@@ -30,10 +30,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shoal.bench.report import describe
-from shoal.plan import Plan
-from shoal.server import Server, Servers
-from shoal.simulate import Meeting, course_of
+from shoal.machine.bench.report import describe
+from shoal.parallel.exchange.server import Server, Servers
+from shoal.predict.simulate import Meeting, course_of
+from shoal.spec.plan import Plan
 from shoal.train import OptimizerConfig, Runtime, Trainer
 
 __all__ = ["main"]

@@ -39,8 +39,8 @@ from pathlib import Path
 from statistics import fmean, median
 
 import shoal
-from shoal.bench import describe
-from shoal.run import Run
+from shoal.machine.bench import describe
+from shoal.spec.run import Run
 from shoal.testing.words import write_words
 from shoal.units import format_bytes, format_seconds
 

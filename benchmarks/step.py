@@ -26,8 +26,8 @@ from statistics import median
 from contestants import CONTESTANTS, REFERENCE, Contestant, Task
 from rounds import Burst, Ranks, Spread, interleave
 
-from shoal.bench import describe
 from shoal.errors import WorkerError
+from shoal.machine.bench import describe
 from shoal.units import format_bytes
 
 _WARM_UP = 3  # steps

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.diagnosis import Cause, Pattern, Verdict, verdict
-from shoal.run import Run
-from shoal.simulate import mark_bubbles
+from shoal.analyze.diagnosis import Cause, Pattern, Verdict, verdict
+from shoal.predict.simulate import mark_bubbles
+from shoal.spec.run import Run
+from shoal.spec.timeline import Timeline
 from shoal.testing.delays import Delay, Jitter, Layout, delayed_timeline
-from shoal.timeline import Timeline
 
 __all__ = ["CAUSES", "Case", "Score", "cases", "judge"]
 

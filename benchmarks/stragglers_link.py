@@ -27,11 +27,11 @@ from torch import nn
 from torch._C._distributed_c10d import TCPStore
 from torch.utils.data import TensorDataset
 
-from shoal.diagnosis import Cause, Verdict, verdict
-from shoal.run import Run
-from shoal.simulate import measured_timeline
+from shoal.analyze.diagnosis import Cause, Verdict, verdict
+from shoal.predict.simulate import measured_timeline
+from shoal.spec.run import Run
+from shoal.spec.timeline import Timeline
 from shoal.testing.hosts import Hosts, enter_host
-from shoal.timeline import Timeline
 from shoal.train import OptimizerConfig, Trainer
 
 _PORT = 29500

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 
 from stragglers import Score, table
 
-from shoal.diagnosis import Cause, Pattern, Verdict, verdict
-from shoal.timeline import Kind, Lane, Purpose, Span, Timeline
+from shoal.analyze.diagnosis import Cause, Pattern, Verdict, verdict
+from shoal.spec.timeline import Kind, Lane, Purpose, Span, Timeline
 
 __all__ = ["Drawn", "drawn_case"]
 

@@ -27,11 +27,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from shoal.diagnosis import Cause, Verdict, verdict
-from shoal.run import Run
-from shoal.simulate import measured_timeline
+from shoal.analyze.diagnosis import Cause, Verdict, verdict
+from shoal.predict.simulate import measured_timeline
+from shoal.spec.run import Run
+from shoal.spec.timeline import Kind
 from shoal.testing import RankPool
-from shoal.timeline import Kind
 from shoal.train import OptimizerConfig, Trainer
 from shoal.train.micro_batch import Inputs, Reader
 from shoal.train.update import Update

@@ -8,9 +8,9 @@ reverse order, beside the disk by itself (dd with direct I/O), the memory by its
 optimizer alone over files.
 
 Memory is the most private resident memory of a process (RssAnon) beyond what it had before the model was
-made, in the steps after the first. Predicted memory is `shoal.cost.memory_of`. Predicted seconds are those of
-the step in memory, measured, with `shoal.cost.time.offload` for the disk's and the memory's own rates; a
-forward is taken for a third of the passes. Prints Markdown.
+made, in the steps after the first. Predicted memory is `shoal.predict.cost.memory_of`. Predicted seconds are
+those of the step in memory, measured, with `shoal.predict.cost.time.offload` for the disk's and the memory's
+own rates; a forward is taken for a third of the passes. Prints Markdown.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.bench import describe
-from shoal.cluster import Cluster, Host
-from shoal.cost import Layout, memory_of
-from shoal.cost.time.offload import offload_of, stored_bytes
 from shoal.data import as_samples
+from shoal.machine.bench import describe
 from shoal.models import build, preset
 from shoal.parallel import OffloadedOptimizer, parallelize
-from shoal.plan import SettledPlan
+from shoal.predict.cost import Layout, memory_of
+from shoal.predict.cost.time.offload import offload_of, stored_bytes
+from shoal.spec.cluster import Cluster, Host
+from shoal.spec.plan import SettledPlan
+from shoal.spec.workload import transformer_shape, workload_of
 from shoal.train import OptimizerConfig, Runtime, Trainer
 from shoal.units import format_bytes
-from shoal.workload import transformer_shape, workload_of
 
 BATCH, SEQUENCE, STEPS = 2, 128, 2
 ALL = "optimizer:file+gradients:file+parameters:file"

@@ -34,12 +34,12 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from tiers import BATCH, SEQUENCE, STEPS, Contestant, shape_of, spread
 
-from shoal.bench import describe
 from shoal.data import Loader, as_samples
+from shoal.machine.bench import describe
 from shoal.models import build, next_token_loss, preset
+from shoal.spec.workload import transformer_shape, workload_of
 from shoal.train import OptimizerConfig, Runtime, Trainer
 from shoal.units import format_bytes
-from shoal.workload import transformer_shape, workload_of
 
 SEED, CLIP = 0, 1.0
 ADAM: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from slow_worker import WIDTH, Data, Waiting
 from torch import nn
 
-from shoal.bench.report import describe
-from shoal.plan import Plan, Shares
-from shoal.planner.unequal import in_proportion
+from shoal.machine.bench.report import describe
+from shoal.predict.planner.unequal import in_proportion
+from shoal.spec.plan import Plan, Shares
 from shoal.train import OptimizerConfig, Trainer
 
 __all__ = ["main"]

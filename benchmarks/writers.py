@@ -30,9 +30,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from shoal.bench import describe
 from shoal.checkpoint import checkpoints, verify
 from shoal.errors import ShoalError
+from shoal.machine.bench import describe
 
 CASES = {
     "at once": "two commands on one host, started together",

@@ -9,15 +9,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
-from shoal.cluster import Cluster
-from shoal.cost import Costs, Memories
-from shoal.plan import CHOICES, Plan, SettledPlan, divisors
-from shoal.planner.candidate import Candidate
-from shoal.planner.search import Search
-from shoal.planner.space import Degrees
-from shoal.simulate import played_seconds
+from shoal.predict.cost import Costs, Memories
+from shoal.predict.planner.candidate import Candidate
+from shoal.predict.planner.search import Search
+from shoal.predict.planner.space import Degrees
+from shoal.predict.simulate import played_seconds
+from shoal.spec.cluster import Cluster
+from shoal.spec.plan import CHOICES, Plan, SettledPlan, divisors
+from shoal.spec.workload import Workload, shape, workload_of
 from shoal.units import format_bytes, format_count, format_seconds
-from shoal.workload import Workload, shape, workload_of
 
 __all__ = ["CHOOSING", "best", "least_network", "quickest_sharded", "with_network"]
 

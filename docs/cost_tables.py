@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shoal.cluster import Cluster, Device, Level
-from shoal.cost.outlook import goodput
-from shoal.cost.time import lognormal_maximum, normal_maximum
+from shoal.predict.cost.outlook import goodput
+from shoal.predict.cost.time import lognormal_maximum, normal_maximum
+from shoal.spec.cluster import Cluster, Device, Level
 from shoal.units import format_seconds
 
 __all__ = ["device_rows", "goodput_rows", "link_rows", "slowest_rows"]

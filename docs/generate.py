@@ -30,16 +30,16 @@ from pydantic import BaseModel
 from sent import SENT, bytes_sent
 
 from shoal import errors
+from shoal.analyze.diagnosis import POLICY, Policy
 from shoal.cli.main import main
-from shoal.cluster import Calibrated, Cluster, Device, Host, Level, Part, Power, Prices
 from shoal.collectives import Options
-from shoal.cost import LEVELS
-from shoal.cost.collectives import algorithms as collectives
-from shoal.diagnosis import POLICY, Policy
 from shoal.layers import LAYERS, TORCH_FREE
 from shoal.models import preset, preset_names
-from shoal.plan import CHOICES, Plan
-from shoal.plan.schedules import NAMES
+from shoal.predict.cost import LEVELS
+from shoal.predict.cost.collectives import algorithms as collectives
+from shoal.spec.cluster import Calibrated, Cluster, Device, Host, Level, Part, Power, Prices
+from shoal.spec.plan import CHOICES, Plan
+from shoal.spec.plan.schedules import NAMES
 from shoal.testing import conformance
 from shoal.testing.zoo import ENTRIES
 from shoal.train import TrainConfig
@@ -60,7 +60,7 @@ MODELLED = (
     *("memory.activations", "memory.rank: Moments of a step"),
     *("outlook.long_run", "outlook.long_run: Goodput"),
 )
-"""Modules of shoal.cost, or parts of their docstrings, whose formulas are on a page."""
+"""Modules of shoal.predict.cost, or parts of their docstrings, whose formulas are on a page."""
 
 _LANGUAGES = {".py": "python", ".toml": "toml"}
 _DESCRIBED = (Calibrated, Cluster, Device, Host, Level, Part, Power, Prices)
@@ -104,7 +104,7 @@ def _part(name: str) -> str:
         "slowest of many": lambda: _table(*slowest_rows()),
         "the zoo": _zoo,
         "what a rank sends": _sent,
-        **{f"model of shoal.cost.{name}": partial(_model, name) for name in MODELLED},
+        **{f"model of shoal.predict.cost.{name}": partial(_model, name) for name in MODELLED},
         **{f"choosing: {name}": partial(_chosen, rows) for name, rows in CHOOSING.items()},
     }
     if name.startswith("shoal "):
@@ -205,19 +205,14 @@ def _plan() -> str:
 
 
 def _layers() -> str:
-    there = {path.stem for path in (ROOT / "shoal").iterdir() if not path.name.startswith("_")}
-    rows = []
-    for line in LAYERS:
-        names = [name for name in line if name in there]
-        later = [name for name in line if name not in there]
-        rows.append(
-            [
-                ", ".join(f"`{name}`" for name in names) or "-",
-                ", ".join(later) or "-",
-                "never" if TORCH_FREE.issuperset(line) else "may",
-            ]
-        )
-    return _table(["packages", "names kept for later", "imports torch"], rows)
+    return _table(
+        ["packages", "imports torch"],
+        [
+            [", ".join(f"`{name}`" for name in line), "never" if TORCH_FREE.issuperset(line) else "may"]
+            for line in LAYERS
+            if line != ("__main__",)
+        ],
+    )
 
 
 def _presets() -> str:
@@ -328,7 +323,7 @@ def _schedules() -> str:
 
 
 def _algorithms(level: str) -> str:
-    """The table of a level, as shoal.cost.collectives.algorithms tells it above its code."""
+    """The table of a level, as shoal.predict.cost.collectives.algorithms tells it above its code."""
     tables = re.findall(r"^\|(?:.|\n\|)*", inspect.getdoc(collectives) or "", re.MULTILINE)
     return tables[LEVELS.index(level)]
 
@@ -336,7 +331,7 @@ def _algorithms(level: str) -> str:
 def _model(name: str) -> str:
     """What a module of the cost model says above its code: under a title, or before the first one."""
     module, _, title = name.partition(": ")
-    told = inspect.getdoc(importlib.import_module(f"shoal.cost.{module}")) or ""
+    told = inspect.getdoc(importlib.import_module(f"shoal.predict.cost.{module}")) or ""
     before, *parts = re.split(r"^(.+)\n-+\n\n", told, flags=re.MULTILINE)
     return (dict(zip(parts[::2], parts[1::2], strict=True))[title] if title else before).strip()
 

@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import get_type_hints
 
-from shoal.cluster.tables import keys_of
+from shoal.spec.cluster.tables import keys_of
 
 __all__ = ["attributes", "field_rows", "name_rows"]
 

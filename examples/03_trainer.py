@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 
 from shoal import Plan, Trainer
 from shoal.launch import World, find_world, join
-from shoal.timeline import Timeline, explain
+from shoal.spec.timeline import Timeline, explain
 from shoal.train import OptimizerConfig
 
 STEPS = 60

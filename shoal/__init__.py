@@ -12,12 +12,12 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shoal.cluster import Cluster
-    from shoal.diagnosis import verdict
+    from shoal.analyze.diagnosis import verdict
     from shoal.parallel import parallelize
-    from shoal.plan import Plan
-    from shoal.planner import choose
-    from shoal.run import account
+    from shoal.predict.planner import choose
+    from shoal.spec.cluster import Cluster
+    from shoal.spec.plan import Plan
+    from shoal.spec.run import account
     from shoal.train import Trainer, load, save
 
 __all__ = ["Cluster", "Plan", "Trainer", "account", "choose", "load", "parallelize", "save", "verdict"]
@@ -26,15 +26,15 @@ if "torch" in sys.modules:  # otherwise torch registers the backend "shoal" itse
     importlib.import_module("shoal.collectives")
 
 _HOMES = {
-    "Cluster": "shoal.cluster",
-    "Plan": "shoal.plan",
+    "Cluster": "shoal.spec.cluster",
+    "Plan": "shoal.spec.plan",
     "Trainer": "shoal.train",
-    "account": "shoal.run",
-    "choose": "shoal.planner",
+    "account": "shoal.spec.run",
+    "choose": "shoal.predict.planner",
     "load": "shoal.train",
     "parallelize": "shoal.parallel",
     "save": "shoal.train",
-    "verdict": "shoal.diagnosis",
+    "verdict": "shoal.analyze.diagnosis",
 }
 
 

@@ -38,7 +38,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from shoal.channel import dial
 from shoal.launch.gate import LAUNCHER
-from shoal.server.terms import SERVER
+from shoal.parallel.exchange.server.terms import SERVER
 
 ROOT = Path(__file__).resolve().parent.parent
 LINES = ROOT / "docs" / "reference" / "doors.jsonl"
@@ -83,7 +83,7 @@ print(door.port, flush=True)
 """,
     "parameter server": f"""
 import threading
-from shoal.server import Server
+from shoal.parallel.exchange.server import Server
 server = Server(0, {TOKEN!r})
 threading.Thread(target=server.run, daemon=True).start()
 print(server.address[1], flush=True)

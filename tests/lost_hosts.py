@@ -34,7 +34,7 @@ from repeat import ROOT, git
 from stops import family, read
 
 from shoal.errors import ShoalError
-from shoal.run import Run
+from shoal.spec.run import Run
 from shoal.testing.hosts import Hosts
 
 LINES = ROOT / "docs" / "reference" / "lost-hosts.jsonl"

@@ -7,12 +7,12 @@ import random
 from dataclasses import replace
 from typing import Any
 
-from shoal.cluster import Cluster, Level
 from shoal.errors import PlanError
-from shoal.plan import CHOICES, Plan, SettledPlan, divisors, parse_settings
-from shoal.plan.choices import DEFAULT_ORDER
-from shoal.plan.schedules import KINDS, NAMES
-from shoal.workload import Workload
+from shoal.spec.cluster import Cluster, Level
+from shoal.spec.plan import CHOICES, Plan, SettledPlan, divisors, parse_settings
+from shoal.spec.plan.choices import DEFAULT_ORDER
+from shoal.spec.plan.schedules import KINDS, NAMES
+from shoal.spec.workload import Workload
 
 __all__ = ["ORDERS", "random_cluster", "random_plan"]
 

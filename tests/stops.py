@@ -25,7 +25,7 @@ from typing import Any
 from repeat import ROOT, git
 
 from shoal.checkpoint import checkpoints, step_of
-from shoal.run import Run
+from shoal.spec.run import Run
 
 LINES = ROOT / "docs" / "reference" / "signals.jsonl"
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import shoal
+from shoal.layers import LAYERS
 
 PACKAGE = Path(shoal.__file__).parent
 MODULES = sorted(
@@ -24,7 +25,9 @@ PROGRAMS = [
     for folder in ("shoal", "benchmarks", "docs", "examples")
     for path in sorted((PACKAGE.parent / folder).rglob("*.py"))
 ]
-PACKAGES = sorted(f"shoal.{path.parent.name}" for path in PACKAGE.glob("*/__init__.py"))
+PACKAGES = sorted(
+    f"shoal.{name}" for line in LAYERS for name in line if (PACKAGE / name.replace(".", "/")).is_dir()
+)
 
 
 def in_order(name):
@@ -97,14 +100,14 @@ def test_shoal_exports_its_names_from_their_homes():
         "save",
         "verdict",
     ]
-    assert shoal.Cluster is importlib.import_module("shoal.cluster").Cluster
-    assert shoal.choose is importlib.import_module("shoal.planner").choose
-    assert shoal.Plan is importlib.import_module("shoal.plan").Plan
+    assert shoal.Cluster is importlib.import_module("shoal.spec.cluster").Cluster
+    assert shoal.choose is importlib.import_module("shoal.predict.planner").choose
+    assert shoal.Plan is importlib.import_module("shoal.spec.plan").Plan
     assert shoal.Trainer is importlib.import_module("shoal.train").Trainer
     assert shoal.parallelize is importlib.import_module("shoal.parallel").parallelize
     assert shoal.save is importlib.import_module("shoal.train").save
     assert shoal.load is importlib.import_module("shoal.train").load
-    assert shoal.verdict is importlib.import_module("shoal.diagnosis").verdict
+    assert shoal.verdict is importlib.import_module("shoal.analyze.diagnosis").verdict
     assert set(shoal.__all__) <= set(dir(shoal))
 
 

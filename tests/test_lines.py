@@ -9,8 +9,8 @@ import pytest
 from shoal.cli.main import main
 from shoal.errors import ShoalError
 from shoal.lines import LONGEST_LINE, bounded_lines
-from shoal.run import Run, read_metrics
-from shoal.timeline import Timeline
+from shoal.spec.run import Run, read_metrics
+from shoal.spec.timeline import Timeline
 
 
 @pytest.mark.parametrize("length", [7, 8, 9, 15, 16, 17, 30])

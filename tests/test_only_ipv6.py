@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.run import Run
+from shoal.spec.run import Run
 
 SETUP = 'ip link set lo up && ip address delete 127.0.0.1/8 dev lo && exec "$@"'
 TRIAL = subprocess.run(["unshare", "-n", "sh", "-c", SETUP, "sh", "true"], capture_output=True, check=False)

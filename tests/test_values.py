@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shoal
-from shoal.cluster import PRESETS, Cluster
 from shoal.errors import (
     CollectiveError,
     CommunicationError,
@@ -25,9 +24,10 @@ from shoal.errors import (
     UserError,
     WorkerError,
 )
-from shoal.plan import Plan
-from shoal.run import Run
-from shoal.timeline import Kind, Span
+from shoal.spec.cluster import PRESETS, Cluster
+from shoal.spec.plan import Plan
+from shoal.spec.run import Run
+from shoal.spec.timeline import Kind, Span
 from shoal.train import Job, Resume, TrainConfig
 from shoal.values import decode, encode
 
@@ -165,9 +165,9 @@ def bytes_of(text):
         {"kind": "object", "class": "shoal.train.__main__:world", "fields": []},
         {"kind": "object", "class": "shoal.values:json.loads", "fields": []},
         {"kind": "object", "class": "shoal.values:Path", "fields": []},
-        {"kind": "error", "class": "shoal.run:Run", "arguments": ["x"]},
-        {"kind": "enum", "class": "shoal.timeline.span:Kind", "name": "nothing"},
-        {"kind": "object", "class": "shoal.plan.plan:Plan", "fields": [["dp", -1]]},
+        {"kind": "error", "class": "shoal.spec.run:Run", "arguments": ["x"]},
+        {"kind": "enum", "class": "shoal.spec.timeline.span:Kind", "name": "nothing"},
+        {"kind": "object", "class": "shoal.spec.plan.plan:Plan", "fields": [["dp", -1]]},
         {"kind": "array", "type": "O", "shape": [1], "length": 0},
         {"kind": "array", "type": "<f8", "shape": [1 << 60], "length": 0},
         {"kind": "tensor", "type": "load", "shape": [1], "length": 0},
@@ -191,10 +191,10 @@ def test_deep_bytes_and_pickles_are_refused():
 
 UNPICKLED = {
     "checkpoint/dcp.py": "files of torch.distributed.checkpoint: only named classes, unless the user says",
-    "check/runner.py": "a file of this user's own parent process, in a private folder",
+    "testing/check/runner.py": "a file of this user's own parent process, in a private folder",
     "data/workers.py": "pipes to this process's own children",
-    "hang/flight_recorder.py": "dumps of torch's flight recorder: plain containers alone",
-    "planner/helper.py": "a pipe to this process's own child",
+    "analyze/hang/flight_recorder.py": "dumps of torch's flight recorder: plain containers alone",
+    "predict/planner/helper.py": "a pipe to this process's own child",
     "train/automatic.py": "pipes to and from this process's own child",
     "collectives/device_memory.py": "CUDA's handles, among ranks on one host, which share memory anyway",
 }

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from shoal.server import Servers
+from shoal.parallel.exchange.server import Servers
 
 
 class Turns:

@@ -1,7 +1,7 @@
 """Runs for the pages: written as the recorder writes them, with known times."""
 
-from shoal.run import metrics_line
-from shoal.timeline.span import header_line, span_line
+from shoal.spec.run import metrics_line
+from shoal.spec.timeline.span import header_line, span_line
 
 GROUP = (0, 1)
 LATE = 0.02

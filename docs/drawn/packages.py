@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from drawn.svg import BLUE, GRAY, box, svg, text
-from shoal.layers import LAYERS
+from shoal.layers import LAYERS, package_of
 
 __all__ = ["imports", "pictures"]
 
@@ -35,20 +35,24 @@ def pictures() -> dict[str, str]:
 
 def imports() -> dict[str, set[str]]:
     """By package, in the order of the layers, the packages that it imports; single files are left out."""
-    present = [name for names in LAYERS for name in names if (_PACKAGE / name).is_dir()]
+    present = [name for names in LAYERS for name in names if _folder(name).is_dir()]
     return {name: set(_imported(name)).intersection(present) - {name} for name in present}
 
 
 def _imported(package: str) -> Iterator[str]:
-    for path in (_PACKAGE / package).rglob("*.py"):
+    for path in _folder(package).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("shoal"):
-                yield node.module.split(".")[1] if "." in node.module else node.names[0].name
+                yield package_of(f"{node.module}.{node.names[0].name}")
+
+
+def _folder(package: str) -> Path:
+    return _PACKAGE / package.replace(".", "/")
 
 
 def _role(package: str) -> str:
     """What the package's own text says first, as far as there is room."""
-    told = ast.get_docstring(ast.parse((_PACKAGE / package / "__init__.py").read_text(encoding="utf-8")))
+    told = ast.get_docstring(ast.parse((_folder(package) / "__init__.py").read_text(encoding="utf-8")))
     role = re.split(r"[:.]", (told or "").split("\n")[0])[0]
     return role if len(role) <= _LONGEST else role.split(",")[0]
 

@@ -12,7 +12,7 @@ from drawn.watched import Event, watch
 from shoal.models import Transformer, preset
 from shoal.parallel.tensor.products import column_products, row_product
 from shoal.parallel.tensor.tensor import TensorCuts, cut_tensors, layout_of
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 __all__ = ["Pass", "communications", "pictures", "timed", "watch_products"]
 

@@ -18,8 +18,8 @@ from shoal.models.expert_products import Multiply, Runs
 from shoal.models.experts import run_experts
 from shoal.parallel.axes import Axes
 from shoal.parallel.expert.expert import cut_experts, expert_parallel
-from shoal.plan import AXES, Mesh, Plan
 from shoal.record import NullRecorder
+from shoal.spec.plan import AXES, Mesh, Plan
 
 __all__ = ["CHOSEN", "Row", "axes_of", "pictures", "rows_to_experts"]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shoal.plan.schedules import NAMES, Played, Times, kind_of, make, play
-from shoal.plan.schedules.draw import draw
+from shoal.spec.plan.schedules import NAMES, Played, Times, kind_of, make, play
+from shoal.spec.plan.schedules.draw import draw
 
 __all__ = ["MICROBATCHES", "RANKS", "pictures", "played"]
 

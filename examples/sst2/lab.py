@@ -17,12 +17,12 @@ import stand_in
 import torch
 
 from shoal.cli.main import main as shoal
-from shoal.cost import AlphaBeta, fit_alpha_beta
 from shoal.data import DataConfig
 from shoal.data import prepare as read
 from shoal.errors import ShoalError
-from shoal.run import Run
-from shoal.timeline import NamedCollective, Timeline, named_collectives
+from shoal.predict.cost import AlphaBeta, fit_alpha_beta
+from shoal.spec.run import Run
+from shoal.spec.timeline import NamedCollective, Timeline, named_collectives
 
 HERE = Path(__file__).resolve().parent
 PLANS = {"ddp": "dp=2", "zero3": "dp=2,shard=zero3"}

@@ -9,7 +9,7 @@
 One rename makes a checkpoint complete, and one rename makes it deleted. POSIX has no rename that replaces a
 directory with files in it. So a step that is saved again gets a new revision, and the earlier revision is
 deleted after that: at every moment one of the two is complete. One process (rank 0) renames and deletes: the
-one that has claimed the directory, see `shoal.run.writer`.
+one that has claimed the directory, see `shoal.spec.run.writer`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shoal.checkpoint.coordinator import Coordinator, SingleProcess, attempt_on_
 from shoal.checkpoint.files import REAL_FILES, FileSystem, hash_of_file, remove_tree
 from shoal.checkpoint.manifest import FileRecord, Manifest, read_manifest
 from shoal.errors import CheckpointError, ConfigError, CorruptCheckpointError
-from shoal.run.writer import claimed
+from shoal.spec.run.writer import claimed
 
 _COMPLETE = re.compile(r"step-([0-9]+)(?:\.([0-9]+))?")
 _LEFT_OVER = re.compile(r"step-[0-9]+(?:\.([0-9]+))?\.(tmp|deleted)")

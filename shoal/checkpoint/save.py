@@ -1,7 +1,7 @@
 """Saves checkpoints. The protocol has these steps, in order:
 
-1. Rank 0 claims the directory (see `shoal.run.writer`), removes leftovers of earlier processes, and makes
-   `step-N.W.tmp/`, where W is the number of its claim.
+1. Rank 0 claims the directory (see `shoal.spec.run.writer`), removes leftovers of earlier processes, and
+   makes `step-N.W.tmp/`, where W is the number of its claim.
 2. Each rank that holds elements writes `rank-R.safetensors` there, hashes it while writing, and syncs it.
    Constant pieces get a file of their own, `rank-R-constant.safetensors`. If its hash is that of the file in
    the checkpoint before, it becomes a hard link to that file, and nothing is written.
@@ -47,7 +47,7 @@ from shoal.checkpoint.region import Piece
 from shoal.checkpoint.shard import Shard, Values, describe, own_values
 from shoal.collectives.thread_device import on_callers_device
 from shoal.errors import CheckpointError, ShoalError
-from shoal.run.writer import Claiming, Writer
+from shoal.spec.run.writer import Claiming, Writer
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from shoal.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from shoal.checkpoint.save import commit
 from shoal.errors import CheckpointError, ConfigError, CorruptCheckpointError, MissingExtraError, RunError
 from shoal.limits import DESCRIPTION, MANIFEST, json_of, open_regular, read_regular
-from shoal.run.writer import claimed
+from shoal.spec.run.writer import claimed
 
 _DESCRIPTION = "run.json"
 _CHUNK_BYTES = 8 << 20

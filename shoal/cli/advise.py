@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 
 from shoal.cli.table import as_json, paragraph
 from shoal.errors import RunError, UserError
-from shoal.run.directory import resume_command
+from shoal.spec.run.directory import resume_command
 from shoal.units import format_seconds
 
 if TYPE_CHECKING:
-    from shoal.advise import Advice, Known
-    from shoal.run import Run
+    from shoal.analyze.advise import Advice, Known
+    from shoal.spec.run import Run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         ClusterError: There is no such Cluster.
         ShoalError: A file of the run is malformed.
     """
-    from shoal.run import Run
+    from shoal.spec.run import Run
 
     told = advice_on(Run.open(args.path), args.cluster)
     if args.json:
@@ -63,9 +63,9 @@ def advice_on(run: Run, cluster: str | None) -> list[Advice]:
     Raises:
         RunError: It has no timeline of steps under its Plan, no Plan or no batch.
     """
-    from shoal.advise import advices
-    from shoal.plan import Plan, SettledPlan
-    from shoal.simulate import measured_timeline
+    from shoal.analyze.advise import advices
+    from shoal.predict.simulate import measured_timeline
+    from shoal.spec.plan import Plan, SettledPlan
 
     described = run.description
     batch, text = (described.get("config") or {}).get("batch"), described.get("plan")
@@ -83,9 +83,9 @@ def advice_on(run: Run, cluster: str | None) -> list[Advice]:
 
 def _known(run: Run, named: str | None) -> Known | None:
     """Return the work and the machines of a run; None if they are not known, and say why."""
-    from shoal.advise import Known
-    from shoal.cluster import Cluster
-    from shoal.simulate import Prediction, recorded_cluster
+    from shoal.analyze.advise import Known
+    from shoal.predict.simulate import Prediction, recorded_cluster
+    from shoal.spec.cluster import Cluster
 
     found = Cluster.parse(named) if named is not None else recorded_cluster(run)
     if found is None:
@@ -100,7 +100,7 @@ def _known(run: Run, named: str | None) -> Known | None:
 
 
 def _text(told: Sequence[Advice], path: Path) -> str:
-    from shoal.advise import LEAST_GAIN
+    from shoal.analyze.advise import LEAST_GAIN
 
     if not told:
         return f"Nothing was found that is predicted to make the step {LEAST_GAIN:.0%} faster or more."

@@ -21,9 +21,9 @@ from shoal.cli.local import nursery_for
 from shoal.errors import ConfigError, WorkerError
 
 if TYPE_CHECKING:
-    from shoal.bench import Settings
-    from shoal.bench.settings import Ranks
     from shoal.launch import Nursery
+    from shoal.machine.bench import Settings
+    from shoal.machine.bench.settings import Ranks
 
 _STOPPED = 130
 
@@ -84,13 +84,13 @@ def run(args: argparse.Namespace) -> int:
         WorkerError: A rank failed.
     """
     # Imported here because they bring torch, which `--help` should not wait for.
-    from shoal.bench.mpirun import abort, choose_master, ranks_of_mpi, started_by_mpirun
-    from shoal.bench.settings import Ranks
     from shoal.launch import find_world, run_rank
+    from shoal.machine.bench.mpirun import abort, choose_master, ranks_of_mpi, started_by_mpirun
+    from shoal.machine.bench.settings import Ranks
 
     world = find_world()
     if world is None and not started_by_mpirun():
-        with nursery_for(args, "shoal.bench.measure") as nursery:
+        with nursery_for(args, "shoal.machine.bench.measure") as nursery:
             return _on_this_machine(args, nursery)
     settings = _settings(args)
     if world is not None:
@@ -105,8 +105,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _on_this_machine(args: argparse.Namespace, nursery: Nursery | None) -> int:
-    from shoal.bench.mpirun import mpirun
     from shoal.launch import launch
+    from shoal.machine.bench.mpirun import mpirun
 
     settings = _settings(args)
     command = [sys.executable, "-m", "shoal", *_words(args)]
@@ -122,9 +122,9 @@ def _on_this_machine(args: argparse.Namespace, nursery: Nursery | None) -> int:
 
 def _settings(args: argparse.Namespace) -> Settings:
     """Return the settings, after a check that they can be measured."""
-    from shoal.bench import COLLECTIVES, Settings, parse_names, parse_sizes
-    from shoal.bench.contestants import require_available
-    from shoal.bench.report import require_plot
+    from shoal.machine.bench import COLLECTIVES, Settings, parse_names, parse_sizes
+    from shoal.machine.bench.contestants import require_available
+    from shoal.machine.bench.report import require_plot
 
     settings = Settings(
         collectives=tuple(COLLECTIVES) if args.collective == "all" else parse_names(args.collective),
@@ -148,10 +148,10 @@ def _settings(args: argparse.Namespace) -> Settings:
 
 
 def _measure(args: argparse.Namespace, settings: Settings, ranks: Ranks) -> int:
-    from shoal.bench.calibration import write_table
-    from shoal.bench.measure import run, stdout_for_data
-    from shoal.bench.report import report_json, report_table
-    from shoal.bench.settings import joined
+    from shoal.machine.bench.calibration import write_table
+    from shoal.machine.bench.measure import run, stdout_for_data
+    from shoal.machine.bench.report import report_json, report_table
+    from shoal.machine.bench.settings import joined
 
     with stdout_for_data(), joined(ranks):
         if args.calibrate is not None:

@@ -7,11 +7,11 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from shoal.cli.table import table_of
-from shoal.timeline import Breakdown, CollectiveFigures, Parts, Purpose
+from shoal.spec.timeline import Breakdown, CollectiveFigures, Parts, Purpose
 from shoal.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from shoal.diagnosis import Verdict
+    from shoal.analyze.diagnosis import Verdict
 
 _LARGE_LAUNCH = 0.1
 """Share of a step from which on the report says what to do about launch."""

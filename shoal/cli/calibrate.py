@@ -20,10 +20,10 @@ from shoal.cli.table import as_json, paragraph, table_of
 from shoal.errors import RunError
 
 if TYPE_CHECKING:
-    from shoal.cluster import Cluster
-    from shoal.cost import Calibration
-    from shoal.cost.outlook import Observation
-    from shoal.run import Run
+    from shoal.predict.cost import Calibration
+    from shoal.predict.cost.outlook import Observation
+    from shoal.spec.cluster import Cluster
+    from shoal.spec.run import Run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
         RunError: A path is not a run, or it has no timeline, no model that is known, or no Cluster.
         ClusterError: The Cluster is not known, has no such number of devices, or cannot be written.
     """
-    from shoal.cost import calibrate
-    from shoal.run import Run
+    from shoal.predict.cost import calibrate
+    from shoal.spec.run import Run
 
     runs = [Run.open(path) for path in args.paths]
     cluster = _cluster(runs[0], args.cluster)
@@ -60,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _cluster(run: Run, named: str | None) -> Cluster:
-    from shoal.cluster import Cluster
-    from shoal.simulate import recorded_cluster
+    from shoal.predict.simulate import recorded_cluster
+    from shoal.spec.cluster import Cluster
 
     found = Cluster.parse(named) if named is not None else recorded_cluster(run)
     if found is None:
@@ -74,8 +74,8 @@ def _cluster(run: Run, named: str | None) -> Cluster:
 
 
 def _observation(run: Run, cluster: Cluster) -> Observation:
-    from shoal.cost.outlook import Observation
-    from shoal.simulate import Prediction, measured_timeline
+    from shoal.predict.cost.outlook import Observation
+    from shoal.predict.simulate import Prediction, measured_timeline
 
     prediction = Prediction.of(run, cluster)
     timeline = measured_timeline(run)

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING
 from shoal.cli.local import nursery_for
 from shoal.cli.table import as_json
 from shoal.errors import ConfigError, WorkerError
-from shoal.plan import SYNCHRONOUS, Plan, SettledPlan
-from shoal.plan.legal import VARIED, legal_plans
+from shoal.spec.plan import SYNCHRONOUS, Plan, SettledPlan
+from shoal.spec.plan.legal import VARIED, legal_plans
 
 if TYPE_CHECKING:
-    from shoal.check import AnyTrial, CheckJob, Deviation, StepReport, Verdict
     from shoal.launch import Nursery, World
+    from shoal.testing.check import AnyTrial, CheckJob, Deviation, StepReport, Verdict
 
 _REFUSED, _STOPPED = 2, 130
 _LEAST_BATCH = 8
@@ -112,13 +112,13 @@ def run(args: argparse.Namespace) -> int:
     world = find_world()
     if world is not None:
         return _compare(args, world, None)
-    with nursery_for(args, "shoal.check") as nursery:
+    with nursery_for(args, "shoal.testing.check") as nursery:
         return _compare(args, None, nursery)
 
 
 def _compare(args: argparse.Namespace, world: World | None, nursery: Nursery | None) -> int:
-    from shoal.check import compare_here, compare_locally
     from shoal.launch import run_rank
+    from shoal.testing.check import compare_here, compare_locally
 
     job = _job(args, None if world is None else world.ranks)
     live = tell if args.all and not args.json else _be_silent
@@ -152,8 +152,8 @@ def _be_silent(verdict: Verdict) -> None:
 
 def _job(args: argparse.Namespace, there: int | None) -> CheckJob:
     """Return the job that the arguments ask for, after a check that it is possible."""
-    from shoal.check import CheckJob, covering, require_precision, trial_of, with_axes
     from shoal.launch import choose_device
+    from shoal.testing.check import CheckJob, covering, require_precision, trial_of, with_axes
     from shoal.train import TrainConfig, load_config, resolve
 
     _require_all(args)

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from shoal.cli.table import as_json, labelled, paragraph, table_of, write_new
-from shoal.cluster import PRESETS, Cluster, Device, Level
-from shoal.cluster.money import derived
-from shoal.cluster.tables import keys_of
 from shoal.errors import ClusterError
+from shoal.spec.cluster import PRESETS, Cluster, Device, Level
+from shoal.spec.cluster.money import derived
+from shoal.spec.cluster.tables import keys_of
 from shoal.units import format_bytes, format_seconds
 
 _GIGABIT = 1e9 / 8
@@ -89,8 +89,8 @@ def _list(args: argparse.Namespace) -> int:
 
 def _show(args: argparse.Namespace) -> int:
     from shoal.cli.cluster import show_text
-    from shoal.cluster import Cluster
-    from shoal.cluster.money import derived
+    from shoal.spec.cluster import Cluster
+    from shoal.spec.cluster.money import derived
 
     cluster = Cluster.parse(args.cluster)
     if args.json:
@@ -102,9 +102,9 @@ def _show(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> int:
     from shoal.cli.cluster import derived_text
-    from shoal.cluster import Cluster
-    from shoal.cluster.money import derived
-    from shoal.cluster.plausible import implausible
+    from shoal.spec.cluster import Cluster
+    from shoal.spec.cluster.money import derived
+    from shoal.spec.cluster.plausible import implausible
 
     cluster = Cluster.read(args.file)
     warnings = implausible(cluster)
@@ -119,17 +119,17 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from shoal.cluster import Cluster
-    from shoal.cluster.device import commented_toml
+    from shoal.spec.cluster import Cluster
+    from shoal.spec.cluster.device import commented_toml
 
     _put(args, commented_toml(Cluster.parse(args.cluster)))
     return 0
 
 
 def _import(args: argparse.Namespace) -> int:
-    from shoal.cluster.device import commented_toml
-    from shoal.cluster.plausible import implausible
-    from shoal.cluster.topology import cluster_of, read_topology
+    from shoal.spec.cluster.device import commented_toml
+    from shoal.spec.cluster.plausible import implausible
+    from shoal.spec.cluster.topology import cluster_of, read_topology
 
     if args.nic_gbits is not None and not 0 < args.nic_gbits < 1e5:
         raise ClusterError(

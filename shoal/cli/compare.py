@@ -16,19 +16,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shoal.analyze.compare.scaling import ScalingLaw
 from shoal.cli.breakdown import words
 from shoal.cli.table import as_json, labelled, paragraph, table_of
-from shoal.cluster import Cluster
-from shoal.compare.scaling import ScalingLaw
 from shoal.errors import RunError, UserError
-from shoal.run import Run, tokens_per_second
-from shoal.simulate import Prediction, measured_timeline, recorded_cluster
-from shoal.timeline import explain
+from shoal.predict.simulate import Prediction, measured_timeline, recorded_cluster
+from shoal.spec.cluster import Cluster
+from shoal.spec.run import Run, tokens_per_second
+from shoal.spec.timeline import explain
 from shoal.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from shoal.compare import Difference, RunValues
-    from shoal.timeline import Timeline
+    from shoal.analyze.compare import Difference, RunValues
+    from shoal.spec.timeline import Timeline
 
 
 _UNITS: Mapping[str, Callable[[float], str]] = {
@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
         from shoal.cli.compare import run_scaling
 
         return run_scaling(args)
-    from shoal.compare import RunValues, Verdict, differences
-    from shoal.run import Run
+    from shoal.analyze.compare import RunValues, Verdict, differences
+    from shoal.spec.run import Run
 
     if len(args.paths) != 2:
         raise RunError(
@@ -127,7 +127,7 @@ def _cells(row: Difference) -> list[str]:
 
 def _conclusion(rows: Sequence[Difference]) -> str:
     """Return what the comparison shows, in sentences."""
-    from shoal.compare import DRIFT, FEWEST, LEVEL, Verdict
+    from shoal.analyze.compare import DRIFT, FEWEST, LEVEL, Verdict
 
     shown = [row for row in rows if row.verdict in (Verdict.HIGHER, Verdict.LOWER)]
     told = []

@@ -24,8 +24,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the script for `args.program`, the parser of the whole command."""
     import shtab
 
-    from shoal.cluster import PRESETS
-    from shoal.workload import shape_names
+    from shoal.spec.cluster import PRESETS
+    from shoal.spec.workload import shape_names
 
     _suggest(args.program, {"MODEL": shape_names(), "CLUSTER": PRESETS}, shtab.FILE)
     print(shtab.complete(args.program, args.shell))

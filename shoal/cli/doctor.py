@@ -17,7 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from shoal.cli.table import as_json, paragraph
-from shoal.doctor import (
+from shoal.errors import ConfigError, RunError
+from shoal.machine.doctor import (
     Finding,
     HostReport,
     LiveMachine,
@@ -31,8 +32,7 @@ from shoal.doctor import (
     examine,
     worst,
 )
-from shoal.errors import ConfigError, RunError
-from shoal.run import Run
+from shoal.spec.run import Run
 
 _MOST_LOG = 64 << 20  # characters
 _LONGEST = 3600.0  # seconds

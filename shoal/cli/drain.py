@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import RunError
-from shoal.run import Run
-from shoal.run.writer import is_written
+from shoal.spec.run import Run
+from shoal.spec.run.writer import is_written
 
 _ANSWER = 30.0  # seconds for the launcher to answer
 _LOOK = 0.1  # seconds between looks for the answer

@@ -12,9 +12,9 @@ import argparse
 from dataclasses import asdict
 from pathlib import Path
 
+from shoal.analyze.hang import Cause, RankState, is_dump_folder, judge, read_dumps, read_states
 from shoal.cli.table import as_json, paragraph
 from shoal.errors import RunError
-from shoal.hang import Cause, RankState, is_dump_folder, judge, read_dumps, read_states
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

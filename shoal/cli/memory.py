@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 from shoal.cli.table import as_json, labelled, paragraph, table_of
 from shoal.cli.workload import open_workload
 from shoal.errors import RunError, UserError
-from shoal.run import OUTSIDE
+from shoal.spec.run import OUTSIDE
 from shoal.units import format_bytes
 
 if TYPE_CHECKING:
-    from shoal.cost import RankMemory
-    from shoal.cost.memory import PieceMemory
-    from shoal.run import MeasuredMemory
+    from shoal.predict.cost import RankMemory
+    from shoal.predict.cost.memory import PieceMemory
+    from shoal.spec.run import MeasuredMemory
 
 _STATES = ("weights", "gradients", "optimizer")
 _MOST_RANKS = 16  # ranks that are printed; --json has all
@@ -70,10 +70,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _of_plan(args: argparse.Namespace) -> dict[str, Any]:
-    from shoal.cluster import Cluster, limited
-    from shoal.cost import Memories, settle_split
-    from shoal.cost.memory import by_piece
-    from shoal.plan import Plan, SettledPlan
+    from shoal.predict.cost import Memories, settle_split
+    from shoal.predict.cost.memory import by_piece
+    from shoal.spec.cluster import Cluster, limited
+    from shoal.spec.plan import Plan, SettledPlan
 
     missing = [f"--{name}" for name in ("model", "cluster", "batch") if getattr(args, name) is None]
     if missing:
@@ -101,7 +101,7 @@ def _of_plan(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _of_run(args: argparse.Namespace) -> dict[str, Any]:
-    from shoal.run import Run
+    from shoal.spec.run import Run
 
     opened = Run.open(args.what)
     measured = opened.memory()
@@ -132,11 +132,11 @@ def _of_run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _predicted(opened: Any, rank: int, cluster: str | None) -> tuple[dict[str, Any] | None, str]:
     """Return the tensors of a rank at its peak as predicted, and of the blocks that it has; or why not."""
-    from shoal.cluster import Cluster
-    from shoal.cost import Memories
-    from shoal.cost.memory import by_piece
-    from shoal.plan import Mesh
-    from shoal.simulate import Prediction, recorded_cluster
+    from shoal.predict.cost import Memories
+    from shoal.predict.cost.memory import by_piece
+    from shoal.predict.simulate import Prediction, recorded_cluster
+    from shoal.spec.cluster import Cluster
+    from shoal.spec.plan import Mesh
 
     try:
         machines = Cluster.parse(cluster) if cluster is not None else recorded_cluster(opened)

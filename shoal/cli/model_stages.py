@@ -10,13 +10,13 @@ from functools import cache
 from typing import TYPE_CHECKING, final
 
 from shoal.errors import PlanError
-from shoal.plan import Plan
-from shoal.plan.schedules import FOUND, Schedule, Times, kind_of
-from shoal.plan.stages import Cost, ranges_of, split_by_cost, split_by_count, split_text, times_of
+from shoal.spec.plan import Plan
+from shoal.spec.plan.schedules import FOUND, Schedule, Times, kind_of
+from shoal.spec.plan.stages import Cost, ranges_of, split_by_cost, split_by_count, split_text, times_of
 from shoal.units import parse_bytes
 
 if TYPE_CHECKING:
-    from shoal.check import Trial
+    from shoal.testing.check import Trial
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
@@ -181,7 +181,6 @@ def open_model(args: argparse.Namespace, activations: Callable[[int], int | None
         UserError: There is no such model, or it cannot be cut into stages or measured.
     """
     # Imported here because they bring torch, which schedules without a model do without.
-    from shoal.check import Trial
     from shoal.launch import choose_device
     from shoal.parallel import Batch
     from shoal.parallel.pipeline.pieces import (
@@ -194,6 +193,7 @@ def open_model(args: argparse.Namespace, activations: Callable[[int], int | None
         with_memory,
     )
     from shoal.parallel.pipeline.stage_layout import stages_of
+    from shoal.testing.check import Trial
     from shoal.train import load_config
 
     sys.path.insert(0, os.getcwd())  # for a model of the user's own, `file:function`

@@ -12,11 +12,11 @@ from shoal.errors import ClusterError, ConfigError
 from shoal.units import format_bytes, format_count, format_seconds, parse_count
 
 if TYPE_CHECKING:
-    from shoal.cluster import Cluster
-    from shoal.cost.outlook import LongRun
-    from shoal.plan import Plan
-    from shoal.simulate import Traffic
-    from shoal.workload import Workload
+    from shoal.predict.cost.outlook import LongRun
+    from shoal.predict.simulate import Traffic
+    from shoal.spec.cluster import Cluster
+    from shoal.spec.plan import Plan
+    from shoal.spec.workload import Workload
 
 
 _DAY = 86400.0
@@ -60,7 +60,7 @@ def as_asked(cluster: Cluster, args: argparse.Namespace) -> Cluster:
         ConfigError: The memory cannot be read.
         ClusterError: The jitter or the memory is out of range, or there is no such price.
     """
-    from shoal.cluster import limited, priced
+    from shoal.spec.cluster import limited, priced
 
     asked = limited(cluster, args.memory)
     asked = asked if args.jitter is None else asked.replace(jitter=args.jitter)
@@ -76,7 +76,7 @@ def long_run_of(
         ConfigError: A number cannot be read, or is out of range.
         ClusterError: The arguments ask about failures, but the Cluster does not say how often devices fail.
     """
-    from shoal.cost.outlook import RESTART, STORAGE, long_run
+    from shoal.predict.cost.outlook import RESTART, STORAGE, long_run
 
     about_failures = [name for name in ("storage", "restart") if getattr(args, name) is not None]
     if args.tokens is None and args.steps is None:
@@ -154,7 +154,7 @@ def long_run_summary(run: LongRun, cluster: Cluster) -> dict[str, Any]:
 
 def _energy(run: LongRun, cluster: Cluster) -> float | None:
     """Return the kilowatt hours of a run on a Cluster; None if they are not known, or without limit."""
-    from shoal.cluster import kilowatt_hours
+    from shoal.spec.cluster import kilowatt_hours
 
     if not cluster.power.device or not math.isfinite(run.days):
         return None
@@ -199,7 +199,7 @@ ASIDE = "90 % in"
 
 def band_summary(workload: Workload, cluster: Cluster, plan: Plan, seconds: float) -> dict[str, Any]:
     """Return the band of a step with these predicted seconds, as `--json` has it."""
-    from shoal.cost.outlook import band_of
+    from shoal.predict.cost.outlook import band_of
 
     band = band_of(workload, cluster, plan)
     low, high = band.around(seconds)

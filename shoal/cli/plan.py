@@ -28,7 +28,7 @@ from shoal.errors import ModelError
 from shoal.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from shoal.planner import Candidate, Choice, Explanation, Unequal
+    from shoal.predict.planner import Candidate, Choice, Explanation, Unequal
 
 _DESCRIPTION = f"""\
 Finds the fastest Plans for a model on a cluster. Considers every legal Plan, leaves out those that do not fit
@@ -75,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
         PlanError: No Plan is legal, or none fits.
         UserError: A file cannot be read or written.
     """
-    from shoal.cluster import Cluster
-    from shoal.planner import choose
+    from shoal.predict.planner import choose
+    from shoal.spec.cluster import Cluster
 
     cluster = as_asked(Cluster.parse(args.cluster), args)
     workload = open_workload(args.model, args.sequence, cluster)
@@ -118,8 +118,8 @@ def _no_collection() -> Iterator[None]:
 
 
 def _write(args: argparse.Namespace, best: Candidate) -> None:
-    from shoal.planner import configuration
-    from shoal.workload import shape
+    from shoal.predict.planner import configuration
+    from shoal.spec.workload import shape
 
     if args.model.endswith(".json"):
         raise ModelError(

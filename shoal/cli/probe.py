@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING
 
 from shoal.cli.local import nursery_for
 from shoal.cli.table import as_json, table_of
-from shoal.cluster import Cluster
 from shoal.errors import ConfigError, UserError, WorkerError, nearest
+from shoal.spec.cluster import Cluster
 
 if TYPE_CHECKING:
-    from shoal.bench.settings import Ranks
     from shoal.launch import Nursery
-    from shoal.probe import Probed
+    from shoal.machine.bench.settings import Ranks
+    from shoal.machine.probe import Probed
 
 _STOPPED = 130
 _BACKENDS = ("shoal", "gloo", "nccl")
@@ -83,8 +83,8 @@ def run(args: argparse.Namespace) -> int:
         WorkerError: A rank failed.
     """
     # Imported here because they bring torch, which `--help` should not wait for.
-    from shoal.bench.settings import Ranks
     from shoal.launch import find_world, run_rank
+    from shoal.machine.bench.settings import Ranks
 
     if args.links:
         Cluster.parse(args.links)  # raises
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         return _fit_again(args)
     world = find_world()
     if world is None:
-        with nursery_for(args, "shoal.probe") as nursery:
+        with nursery_for(args, "shoal.machine.probe") as nursery:
             return _on_this_machine(args, nursery)
     backend = _backend(args.backend)
     _require_writable(args.out)
@@ -123,8 +123,8 @@ def _backend(asked: str | None) -> str:
     """Return the backend to measure, after a check that it can be measured."""
     import torch
 
-    from shoal.bench.contestants import require_available
     from shoal.collectives import is_built
+    from shoal.machine.bench.contestants import require_available
 
     if asked is None:
         return "nccl" if torch.cuda.is_available() else "shoal" if is_built() else "gloo"
@@ -161,9 +161,9 @@ def _require_writable(path: Path) -> None:
 
 
 def _measure(args: argparse.Namespace, backend: str, ranks: Ranks) -> int:
-    from shoal.bench.measure import stdout_for_data
-    from shoal.bench.settings import joined
-    from shoal.probe import QUICK, THOROUGH, Place, measure_files, probe
+    from shoal.machine.bench.measure import stdout_for_data
+    from shoal.machine.bench.settings import joined
+    from shoal.machine.probe import QUICK, THOROUGH, Place, measure_files, probe
 
     def say(text: str) -> None:
         if ranks.rank == 0:
@@ -183,7 +183,7 @@ def _measure(args: argparse.Namespace, backend: str, ranks: Ranks) -> int:
 
 def _fit_again(args: argparse.Namespace) -> int:
     """Fit a description to old measurements."""
-    from shoal.probe import fitted, read_measurements
+    from shoal.machine.probe import fitted, read_measurements
 
     _require_writable(args.out)
     measured, sheet = read_measurements(args.measurements)

@@ -12,6 +12,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from shoal.analyze.diagnosis import told_by, verdict
+from shoal.analyze.foreign import is_foreign
 from shoal.cli.breakdown import (
     breakdown_summary,
     collectives_text,
@@ -24,14 +26,9 @@ from shoal.cli.breakdown import (
     words,
 )
 from shoal.cli.table import as_json, labelled, paragraph, table_of, timeline_at, write_file
-from shoal.cluster import Cluster
-from shoal.cost.outlook import account_summary
-from shoal.diagnosis import told_by, verdict
 from shoal.errors import MissingExtraError, RunError, UserError
-from shoal.foreign import is_foreign
-from shoal.plan import Groups, Plan
-from shoal.run import Run, account, json_number, speed_of
-from shoal.simulate import (
+from shoal.predict.cost.outlook import account_summary
+from shoal.predict.simulate import (
     Prediction,
     StageTimes,
     kinds_compared,
@@ -39,7 +36,10 @@ from shoal.simulate import (
     recorded_cluster,
     stage_times,
 )
-from shoal.timeline import (
+from shoal.spec.cluster import Cluster
+from shoal.spec.plan import Groups, Plan
+from shoal.spec.run import Run, account, json_number, speed_of
+from shoal.spec.timeline import (
     Breakdown,
     Kind,
     Purpose,
@@ -49,7 +49,7 @@ from shoal.timeline import (
     named_collectives,
     write_chrome_trace,
 )
-from shoal.timeline.intervals import StepWindows
+from shoal.spec.timeline.intervals import StepWindows
 from shoal.units import format_count, format_seconds, parse_steps
 
 _SENT = {"all_reduce": 2.0, "reduce_scatter": 1.0, "all_gather": 1.0, "all_to_all": 1.0}

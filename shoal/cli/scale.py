@@ -21,8 +21,8 @@ from shoal.errors import PlanError
 from shoal.units import format_seconds
 
 if TYPE_CHECKING:
-    from shoal.cost.outlook import LongRun
-    from shoal.planner import Point, Scaling
+    from shoal.predict.cost.outlook import LongRun
+    from shoal.predict.planner import Point, Scaling
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,9 +54,9 @@ def run(args: argparse.Namespace) -> int:
         PlanError: The numbers cannot be read, or none of them has a Plan that fits.
         UserError: The picture cannot be written.
     """
-    from shoal.cluster import Cluster
-    from shoal.planner import scale
-    from shoal.planner.scale import picture
+    from shoal.predict.planner import scale
+    from shoal.predict.planner.scale import picture
+    from shoal.spec.cluster import Cluster
 
     cluster = as_asked(Cluster.parse(args.cluster), args)
     workload = open_workload(args.model, args.sequence, cluster)

@@ -14,9 +14,9 @@ from typing import Any, Protocol, final
 from shoal.cli.model_stages import ModelStages, add_model, open_model
 from shoal.cli.table import as_json, table_of, write_text
 from shoal.errors import PlanError
-from shoal.plan import Plan
-from shoal.plan.schedules import FOUND, NAMES, Played, Schedule, Times, kind_of, make, play, search
-from shoal.plan.schedules.draw import draw, picture
+from shoal.spec.plan import Plan
+from shoal.spec.plan.schedules import FOUND, NAMES, Played, Schedule, Times, kind_of, make, play, search
+from shoal.spec.plan.schedules.draw import draw, picture
 from shoal.units import format_bytes
 
 _WIDTH_OF_FILES = 160  # columns of a picture where there is no terminal

@@ -27,11 +27,11 @@ from shoal.errors import ClusterError, ConfigError, PlanError, nearest
 from shoal.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
-    from shoal.cluster import Cluster
-    from shoal.cost import RankMemory
-    from shoal.cost.outlook import LongRun
-    from shoal.plan import Plan
-    from shoal.simulate import FailureModel, Simulation
+    from shoal.predict.cost import RankMemory
+    from shoal.predict.cost.outlook import LongRun
+    from shoal.predict.simulate import FailureModel, Simulation
+    from shoal.spec.cluster import Cluster
+    from shoal.spec.plan import Plan
 
 
 _DAY = 86_400.0
@@ -100,7 +100,7 @@ def failures_summary(
         ConfigError: A setting is unknown or wrong, or the run has no length or no end.
         ClusterError: The Cluster does not say how often devices fail.
     """
-    from shoal.simulate import failure_courses
+    from shoal.predict.simulate import failure_courses
 
     if text is None:
         return None
@@ -142,7 +142,7 @@ def failures_summary(
 def _model(
     settings: Mapping[str, Any], run: LongRun, cluster: Cluster, plan: Plan, seconds: float
 ) -> FailureModel:
-    from shoal.simulate import FailureModel
+    from shoal.predict.simulate import FailureModel
 
     nodes = math.ceil(cluster.devices / cluster.devices_per_node)
     given = {
@@ -260,11 +260,11 @@ def run(args: argparse.Namespace) -> int:
         ClusterError: There is no such cluster, or it lacks a figure that offload needs.
         UserError: A file cannot be read or written.
     """
-    from shoal.cluster import Cluster, devices_of
-    from shoal.cost import memory_of
-    from shoal.plan import Plan
-    from shoal.simulate import picture, simulate
-    from shoal.timeline import write_chrome_trace
+    from shoal.predict.cost import memory_of
+    from shoal.predict.simulate import picture, simulate
+    from shoal.spec.cluster import Cluster, devices_of
+    from shoal.spec.plan import Plan
+    from shoal.spec.timeline import write_chrome_trace
 
     plan = Plan.parse(args.plan)
     cluster = as_asked(Cluster.parse(args.cluster), args)
@@ -310,7 +310,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _workers_summary(simulation: Simulation, slow: Sequence[str]) -> dict[str, Any]:
     """Return what slower workers cost, as an object for JSON."""
-    from shoal.simulate import uneven_course
+    from shoal.predict.simulate import uneven_course
 
     slower = {}
     for text in slow:
@@ -356,9 +356,9 @@ def _offload_summary(simulation: Simulation) -> dict[str, Any]:
     """Return the effect of the Plan's `offload` on the rank that it slows most, as an object for JSON.
 
     Raises:
-        ClusterError: See `shoal.cost.Costs.offload`.
+        ClusterError: See `shoal.predict.cost.Costs.offload`.
     """
-    from shoal.cost import Costs
+    from shoal.predict.cost import Costs
 
     costs, plan = Costs(simulation.workload, simulation.cluster), simulation.plan
     count = plan.microbatches_of(simulation.batch)
@@ -405,8 +405,8 @@ def _does_not_fit(summary: Mapping[str, Any], args: argparse.Namespace) -> PlanE
 
 
 def _summary(simulation: Simulation, memory: Sequence[RankMemory]) -> dict[str, Any]:
-    from shoal.cluster import counts_of
-    from shoal.simulate import traffic_of
+    from shoal.predict.simulate import traffic_of
+    from shoal.spec.cluster import counts_of
 
     workload, cluster, plan = simulation.workload, simulation.cluster, simulation.plan
     traffic = traffic_of(workload, cluster, plan, simulation.batch)

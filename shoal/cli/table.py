@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.analyze.foreign import is_foreign, read_foreign
 from shoal.errors import UserError
-from shoal.foreign import is_foreign, read_foreign
-from shoal.run import Run
-from shoal.simulate import mark_bubbles, measured_timeline
-from shoal.timeline import Timeline
+from shoal.predict.simulate import mark_bubbles, measured_timeline
+from shoal.spec.run import Run
+from shoal.spec.timeline import Timeline
 from shoal.units import finite
 
 _COLUMNS = 100  # for text

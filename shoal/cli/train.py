@@ -29,7 +29,7 @@ from shoal.values import encode
 
 if TYPE_CHECKING:
     from shoal.launch import Elasticity, Nursery, World
-    from shoal.run import Run
+    from shoal.spec.run import Run
     from shoal.train import Job
 
 _FAILED = (1, 130)  # exit codes after which resuming may help: a rank failed, or was stopped before it saved
@@ -228,8 +228,8 @@ def _on_local_ranks(
     job: Job, nursery: Nursery | None, elasticity: Elasticity | None, grace: float | None
 ) -> int:
     from shoal.launch import launch, launch_elastic
-    from shoal.run import Run, shown
-    from shoal.run.writer import require_free
+    from shoal.spec.run import Run, shown
+    from shoal.spec.run.writer import require_free
     from shoal.train import FOLDER, memory_folder
 
     run = Run(job.path)
@@ -266,8 +266,8 @@ def _on_local_ranks(
 @contextlib.contextmanager
 def _noting_the_end(runs: Sequence[Path]) -> Iterator[None]:
     """Note in the events of a run that its command ends, unless another process writes the run."""
-    from shoal.run import Run, write_event
-    from shoal.run.writer import is_written
+    from shoal.spec.run import Run, write_event
+    from shoal.spec.run.writer import is_written
 
     try:
         yield
@@ -292,7 +292,7 @@ def _telling_how_to_go_on(runs: Sequence[Path]) -> Iterator[None]:
 def _how_to_go_on(run: Path) -> str:
     """Return a sentence on how to resume a failed run; empty if it has saved nothing."""
     from shoal.checkpoint import checkpoints, step_of
-    from shoal.run.directory import resume_command
+    from shoal.spec.run.directory import resume_command
 
     saved = checkpoints(run / "checkpoints")
     return f"Step {step_of(saved[0])} is saved; continue with: {resume_command(run)}" if saved else ""
@@ -308,8 +308,8 @@ def _checked_job(args: argparse.Namespace, ranks: int) -> Job:
 
 def _joining_job(path: Path) -> Job:
     """Return the job of one more worker of a run with parameter servers."""
-    from shoal.plan import Plan, SettledPlan
-    from shoal.run import Run, absolute
+    from shoal.spec.plan import Plan, SettledPlan
+    from shoal.spec.run import Run, absolute
     from shoal.train import Job, load_config, located
 
     described = Run.open(path).description

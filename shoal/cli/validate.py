@@ -16,11 +16,11 @@ from dataclasses import asdict
 from typing import Any
 
 from shoal.cli.table import as_json, table_of
-from shoal.cluster import Cluster
 from shoal.errors import UserError
+from shoal.predict.validate import Accuracy, Comparison, accuracy_of, validate
+from shoal.predict.validate.collectives import over_all_collectives
+from shoal.spec.cluster import Cluster
 from shoal.units import format_bytes, format_seconds
-from shoal.validate import Accuracy, Comparison, accuracy_of, validate
-from shoal.validate.collectives import over_all_collectives
 
 _FEW = 20  # rows that are printed by default
 

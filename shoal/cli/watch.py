@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any, Self, final
 
 from shoal.cli.breakdown import words
 from shoal.errors import MissingExtraError, ShoalError, UserError
-from shoal.timeline import Breakdown
+from shoal.spec.timeline import Breakdown
 from shoal.units import format_count, format_seconds
 
 if TYPE_CHECKING:
-    from shoal.diagnosis.run_follower import RunFollower
+    from shoal.analyze.diagnosis.run_follower import RunFollower
 
 
 _LOOK_TERMINAL, _LOOK_PLAIN = 0.5, 10.0
@@ -61,8 +61,8 @@ def run(args: argparse.Namespace) -> int:
         MissingExtraError: rich is not installed, and there is a terminal.
         UserError: The time between looks is not a positive number.
     """
-    from shoal.diagnosis.run_follower import RunFollower
-    from shoal.run import Run
+    from shoal.analyze.diagnosis.run_follower import RunFollower
+    from shoal.spec.run import Run
 
     draws = sys.stdout.isatty() and not (args.plain or args.json)
     every = args.every if args.every is not None else _LOOK_TERMINAL if draws else _LOOK_PLAIN
@@ -124,8 +124,8 @@ def line_of(run: RunFollower) -> str:
 
 def _print_json(run: RunFollower) -> None:
     from shoal.cli.breakdown import verdict_summary
-    from shoal.cost.outlook import account_summary
-    from shoal.run import json_number
+    from shoal.predict.cost.outlook import account_summary
+    from shoal.spec.run import json_number
 
     ranks = run.breakdown.ranks if run.breakdown is not None else ()
     told: Mapping[str, Any] = {
@@ -152,7 +152,7 @@ except ImportError as error:
     raise MissingExtraError("drawing a run on the terminal", package="rich", extra="watch") from error
 
 if TYPE_CHECKING:
-    from shoal.diagnosis.run_follower import RunFollower
+    from shoal.analyze.diagnosis.run_follower import RunFollower
 
 _LOOKS: Mapping[str, tuple[str, str]] = {
     "compute": ("█", "blue"),

@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from shoal.analyze.replay import WhatIf, what_if
 from shoal.cli.table import as_json, labelled, paragraph, table_of, timeline_at
 from shoal.errors import RunError
-from shoal.replay import WhatIf, what_if
 
 _SMALLEST = 0.001  # share of a step of a change that is worth a row
 _ROWS = 20

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from shoal.errors import ModelError
 
 if TYPE_CHECKING:
-    from shoal.cluster import Cluster
-    from shoal.workload import Workload
+    from shoal.spec.cluster import Cluster
+    from shoal.spec.workload import Workload
 
 MFU = (
     "MFU counts three times the FLOP of the forward's matrix products, with attention over the whole square "
@@ -54,8 +54,8 @@ def open_workload(name: str, sequence: int | None, cluster: Cluster) -> Workload
     Raises:
         ModelError: There is no such preset or file, or the file's sequences have another length.
     """
-    from shoal.cost.time import workload_on
-    from shoal.workload import from_json, shape
+    from shoal.predict.cost.time import workload_on
+    from shoal.spec.workload import from_json, shape
 
     if not name.endswith(".json"):
         found = shape(name)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from shoal.collectives.table import Call, Table
-from shoal.cost import COLLECTIVES, find_algorithm, fit_alpha_beta
+from shoal.predict.cost import COLLECTIVES, find_algorithm, fit_alpha_beta
 
 SIZES: tuple[int, ...] = tuple(1 << power for power in range(10, 27, 2))
 """Bytes of the buffers that are timed: 1 KiB to 64 MiB, each four times the one before."""
@@ -46,7 +46,7 @@ class TimedGroup(Protocol):
         Args:
             collective: Name of the collective, such as "all_reduce".
             algorithm: Name of the algorithm, such as "ring".
-            nbytes: S, as shoal.cost.collectives.algorithms defines it for each collective.
+            nbytes: S, as shoal.predict.cost.collectives.algorithms defines it for each collective.
 
         Returns:
             None if the algorithm does not take a buffer of that size.

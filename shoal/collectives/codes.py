@@ -10,8 +10,8 @@ from torch.distributed.distributed_c10d import ReduceOp
 
 from shoal.collectives.options import Options
 from shoal.collectives.table import Call
-from shoal.cost import ALGORITHMS
 from shoal.errors import CollectiveError
+from shoal.predict.cost import ALGORITHMS
 
 
 def refusal(given: str, *, possible: str, change: str) -> CollectiveError:
@@ -159,7 +159,7 @@ class Chooser:
 
         Args:
             collective: One of `COLLECTIVE_NUMBERS`, without the barrier.
-            nbytes: Bytes of the whole buffer, as shoal.cost.collectives.algorithms defines it.
+            nbytes: Bytes of the whole buffer, as shoal.predict.cost.collectives.algorithms defines it.
             slot: Bytes that one rank would have to put into its slot for one-shot.
             widening: 2 for sums of 16-bit floats, which some algorithms pass on as 32-bit floats.
         """

@@ -1,10 +1,10 @@
 """Watches the groups of this process for hangs: notes each call, and explains one that fails.
 
 `watch_hangs` turns this on, or the variable SHOAL_HANG, for groups that are formed afterwards. Each call is
-noted in the process's ledger (`shoal.hang`). When a call fails because a rank did not come, stopped or died,
-one rank of each host holds an inquest over the ranks of its host; the others wait for its verdict, which goes
-into the error of each. A thread writes a pulse twice a second, by which others see whether native code holds
-the interpreter's lock.
+noted in the process's ledger (`shoal.analyze.hang`). When a call fails because a rank did not come, stopped
+or died, one rank of each host holds an inquest over the ranks of its host; the others wait for its verdict,
+which goes into the error of each. A thread writes a pulse twice a second, by which others see whether native
+code holds the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from typing import IO, final
 
 import torch
 
-from shoal.errors import CollectiveError
-from shoal.hang import (
+from shoal.analyze.hang import (
     DTYPES,
     NAMES,
     STACKS_SIGNAL,
@@ -37,6 +36,7 @@ from shoal.hang import (
     hold_inquest,
     ledger_folder,
 )
+from shoal.errors import CollectiveError
 
 _PULSE = 0.5  # seconds
 _WAIT = 9.0  # seconds for another rank of this host to hold the inquest

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.collectives.table import Table, built_in_table, load_table
-from shoal.cost import ALGORITHMS, COLLECTIVES, require_name
 from shoal.errors import CollectiveError, ConfigError, nearest
+from shoal.predict.cost import ALGORITHMS, COLLECTIVES, require_name
 
 _SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 _LARGEST_PORT = 65535

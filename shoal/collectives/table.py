@@ -21,8 +21,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from shoal.cost import LEVELS, Algorithm, AlphaBeta, algorithms_of, find_algorithm
 from shoal.errors import ConfigError, nearest
+from shoal.predict.cost import LEVELS, Algorithm, AlphaBeta, algorithms_of, find_algorithm
 
 _TURN_SECONDS = 20e-6
 """Seconds that a step takes longer for each rank that shares a core, until all of them have run. Measured
@@ -74,7 +74,7 @@ class Choices(NamedTuple):
     names: tuple[str, ...]
 
     def choose(self, nbytes: int) -> str:
-        """Return the best algorithm for a buffer of S bytes (see shoal.cost.collectives.algorithms)."""
+        """Return the best algorithm for a buffer of S bytes."""
         return self.names[bisect_right(self.bounds, nbytes)]
 
 

@@ -27,8 +27,8 @@ from shoal.collectives.thread_device import on_callers_device, take_device
 from shoal.data.permutation import key_of, order, shared_with_training
 from shoal.data.samples import OrderedSamples, Samples, fetch, is_deterministic
 from shoal.errors import ConfigError, DataError, PlanError
-from shoal.plan import Shares
 from shoal.signals import obey_parent_alone, withheld_from_children
+from shoal.spec.plan import Shares
 
 Batch = TypeVar("Batch")
 
@@ -169,7 +169,8 @@ class Loader(Generic[Batch]):
         """Yield the micro-batches that one rank takes from the batch that starts at `position`, in order.
 
         Micro-batch `j` holds the positions `position + (j * ranks + rank) * microbatch + [0, microbatch)`.
-        With shares, round `j` counts only the ranks that take a micro-batch `j`: see `shoal.plan.shares`.
+        With shares, round `j` counts only the ranks that take a micro-batch `j`: see
+        `shoal.spec.plan.shares`.
 
         Args:
             position: The global position at which the batch starts.

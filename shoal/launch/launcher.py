@@ -17,16 +17,16 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore
 
+from shoal.analyze.hang import LEDGERS, HangVerdict
 from shoal.errors import ConfigError
-from shoal.hang import LEDGERS, HangVerdict
 from shoal.launch.local_ranks import LAUNCHER, LocalRanks, Processes
 from shoal.launch.nursery import Nursery
 from shoal.launch.outcome import Outcome, exit_code_of, root_cause
 from shoal.launch.output import Terminal
 from shoal.launch.stopping import StopRequest, signals_noted
 from shoal.listener import listen, loopback
-from shoal.run import write_event
 from shoal.scratch import scratch_folder
+from shoal.spec.run import write_event
 from shoal.submit import EXIT_STOPPED
 
 OUTCOMES = "SHOAL_OUTCOMES"
@@ -62,7 +62,7 @@ def launch(
         ranks: Number of ranks.
         environment: Environment from which OMP_NUM_THREADS and GLOO_SOCKET_IFNAME are taken if set.
         logs: Directory in which each rank's output is kept, once the directory exists.
-        events: File of events in which the first failure is noted; None for none. See `shoal.run.account`.
+        events: File of events in which the first failure is noted; None for none.
         nursery: The Nursery that ranks are forked from; None to start a program for each.
         units: Ranks that fail together. If a unit fails the others go on, and the run fails with the last of
             them. Ranks in no unit, such as parameter servers, only help. By default all ranks are one unit.

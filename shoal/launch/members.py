@@ -26,7 +26,7 @@ from shoal.launch.membership import AFTER
 from shoal.launch.outcome import Causes
 from shoal.launch.roster import Roster, Survivors
 from shoal.launch.stopping import SAVE, StopRequest
-from shoal.run import write_event
+from shoal.spec.run import write_event
 from shoal.submit import EXIT_STOPPED
 
 _MENDED = 5.0  # seconds in which the failure of a group shows its cause, such as a process that ends

@@ -20,8 +20,8 @@ from typing import final
 
 from torch.distributed import DistError
 
+from shoal.analyze.hang import HangVerdict
 from shoal.errors import CheckpointError, CommunicationError, ShoalError, UserError, WorkerError
-from shoal.hang import HangVerdict
 from shoal.signals import stopped_early
 from shoal.submit import EXIT_STOPPED
 

@@ -48,8 +48,8 @@ from shoal.parallel.precision import cast_inputs, kept_in_fp32, use_float8
 from shoal.parallel.state import Whole
 from shoal.parallel.tensor.tensor import TensorCuts, cut_tensors, layout_of, tensor_parallel
 from shoal.parallel.tensor.tensor_layout import TensorLayout
-from shoal.plan import Plan, block_choices
 from shoal.record import NullRecorder, Recorder
+from shoal.spec.plan import Plan, block_choices
 
 _TRAINED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 
 from shoal.collectives import ProcessGroup
 from shoal.parallel.communication import Axis, Connections, backend_of
-from shoal.plan import Group, Groups, Plan
 from shoal.record import Recorder
-from shoal.timeline import Purpose
+from shoal.spec.plan import Group, Groups, Plan
+from shoal.spec.timeline import Purpose
 
 Members = tuple[int, ...]
 """Global ranks, in mesh order."""

@@ -39,7 +39,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shoal.collectives import Done, ProcessGroup, StagedWork, Stripes, Work, empty
 from shoal.errors import CommunicationError
 from shoal.record import DeviceRecorder, NullRecorder, OpenSpan, Recorder, SpanBeside
-from shoal.timeline import Kind, Lane, Purpose
+from shoal.spec.timeline import Kind, Lane, Purpose
 
 _world: weakref.ref[dist.ProcessGroup] | None = None
 """The default group when a mesh was made last."""

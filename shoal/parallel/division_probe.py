@@ -42,7 +42,7 @@ from shoal.parallel.model_probe import (
 )
 from shoal.parallel.owned import Cut
 from shoal.parallel.tensor.vocabulary import SplitLogits
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 _LABELS = 4  # of a sample, few enough for any model's positions
 

@@ -18,9 +18,9 @@ from shoal.models.experts import mixtures_of, set_auxiliary_scale
 from shoal.models.loss import LossFactor
 from shoal.models.task import children_of, map_children, refuse_hidden, tensors_in
 from shoal.parallel.communication import Axis
-from shoal.plan import Plan, SettledPlan
 from shoal.record import NullRecorder, Recorder
-from shoal.timeline import Kind
+from shoal.spec.plan import Plan, SettledPlan
+from shoal.spec.timeline import Kind
 
 Batch = TypeVar("Batch")
 

@@ -36,7 +36,7 @@ from shoal.parallel.owned import Cut, fixed_parameters, require_trained
 from shoal.parallel.pipeline.messages import MicroBatch
 from shoal.parallel.pipeline.runtime import Loss, Pipeline
 from shoal.parallel.state import State, Whole
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 
 class ModelFace(nn.Module):

@@ -15,7 +15,7 @@ from shoal.collectives.thread_device import note_device
 from shoal.collectives.values import all_gather_value
 from shoal.errors import ConfigError
 from shoal.models import Transformer
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 
 def own_device(device: torch.device | str) -> torch.device:

@@ -30,7 +30,7 @@ from shoal.collectives.options import address_towards, find_interface_address
 from shoal.errors import ConfigError
 from shoal.proc import boot_id
 from shoal.record.metrics import AppendFile
-from shoal.timeline.timeline import Tie, tie_line
+from shoal.spec.timeline.timeline import Tie, tie_line
 
 _EVERY_SECONDS = 5.0
 _PACKETS = 8

@@ -22,7 +22,7 @@ Held steps: which they are, and how long the device is held before each span.
 The events of a span do not tell how long the device idled within it because the host had not given the next
 kernel yet. In a held step the device is kept busy before each span that computes, for longer than the host
 took to give this span in the step before. Then all work of the span is there when the device comes to it, and
-its events tell the work's own time: `shoal.timeline.breakdown` compares the other steps with it.
+its events tell the work's own time: `shoal.spec.timeline.breakdown` compares the other steps with it.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from shoal.record.recorder import (
     Started,
     step_is_kept,
 )
-from shoal.timeline.breakdown import WORK
-from shoal.timeline.span import Kind, Lane
+from shoal.spec.timeline.breakdown import WORK
+from shoal.spec.timeline.span import Kind, Lane
 
 
 class DeviceEvents(ABC):

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, final
 
-from shoal.run.directory import metrics_line
+from shoal.spec.run.directory import metrics_line
 
 
 class Logger(ABC):

@@ -25,7 +25,7 @@ from typing import Any, final
 
 from shoal.record.clock_exchange import clock_name
 from shoal.record.metrics import AppendFile
-from shoal.timeline.span import Kind, Lane, header_line, span_line
+from shoal.spec.timeline.span import Kind, Lane, header_line, span_line
 
 
 @final

@@ -1,4 +1,4 @@
-"""Compares entries of the zoo under every sharding with one device, by `shoal.check`.
+"""Compares entries of the zoo under every sharding with one device, by `shoal.testing.check`.
 
 Nouns: Case (an entry, a sharding, a precision). `outcomes` runs Cases on the ranks of a RankPool, `expected`
     gives the error by which a Case must be refused, `table` prints them. The tests and the docs call these.
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.check import Comparison, TaskTrial, Verdict
 from shoal.errors import WorkerError
 from shoal.models.task import Task
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
+from shoal.testing.check import Comparison, TaskTrial, Verdict
 from shoal.testing.ranks import RankPool
 from shoal.testing.zoo.vectors import BATCH
 

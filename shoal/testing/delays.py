@@ -1,8 +1,8 @@
 """Timelines of training with a delay in one phase of one rank, for tests of verdicts.
 
 `Layout` says how ranks are joined, `Delay` what is wrong, `Jitter` how much the phases of real runs vary.
-`delayed_timeline` plays the programs of all ranks (`shoal.replay`), so that a delay travels as in a real run:
-ranks wait for it at their collectives, buckets overlap with backward, and pipelines pass it on.
+`delayed_timeline` plays the programs of all ranks (`shoal.analyze.replay`), so that a delay travels as in a
+real run: ranks wait for it at their collectives, buckets overlap with backward, and pipelines pass it on.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 from statistics import median
 from typing import Self
 
-from shoal.diagnosis import Cause
-from shoal.diagnosis.own_work import PHASES, own_work
-from shoal.plan.schedules import Work as Action
-from shoal.plan.schedules import make
-from shoal.replay import Arrive, Await, Collective, Event, Graph, Work, play
-from shoal.timeline import Kind, Lane, Purpose, Span, Timeline
-from shoal.timeline.intervals import StepWindows
+from shoal.analyze.diagnosis import Cause
+from shoal.analyze.diagnosis.own_work import PHASES, own_work
+from shoal.analyze.replay import Arrive, Await, Collective, Event, Graph, Work, play
+from shoal.spec.plan.schedules import Work as Action
+from shoal.spec.plan.schedules import make
+from shoal.spec.timeline import Kind, Lane, Purpose, Span, Timeline
+from shoal.spec.timeline.intervals import StepWindows
 
 _SECONDS = {
     Cause.LOADER: 0.002,

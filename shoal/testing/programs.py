@@ -13,7 +13,7 @@ from shoal.launch.nursery import ForkedRank, Nursery, connected
 
 _SERVER = """
 import socket, sys
-import shoal.check, shoal.cli.main, shoal.train
+import shoal.testing.check, shoal.cli.main, shoal.train
 from shoal.launch.nursery import serve
 serve(socket.socket(fileno=int(sys.argv[1])))
 """

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from shoal.errors import WorkerError
 from shoal.launch import has_accelerators
-from shoal.run.writer import close_all
+from shoal.spec.run.writer import close_all
 
 Result = TypeVar("Result")
 

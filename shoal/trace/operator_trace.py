@@ -30,7 +30,7 @@ from torch._C._autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shoal.workload import Attention, Part, Product
+from shoal.spec.workload import Attention, Part, Product
 
 _aten = torch.ops.aten
 

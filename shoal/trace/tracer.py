@@ -24,8 +24,8 @@ from shoal.models.expert_products import Runs
 from shoal.models.experts import Mixture, run_experts
 from shoal.models.once_differentiable import once_differentiable
 from shoal.models.task import find_blocks
+from shoal.spec.workload import Block, Keep, Operation, Parameters, Part, Pass, Product, Saved, Workload
 from shoal.trace.operator_trace import Made, Moved, Piece, Recorder, address, is_adapter
-from shoal.workload import Block, Keep, Operation, Parameters, Part, Pass, Product, Saved, Workload
 
 
 def summarise(

@@ -14,12 +14,12 @@ import torch
 
 from shoal.checkpoint import Coordinator
 from shoal.collectives import watch_hangs
-from shoal.doctor import HostReport, LiveMachine, Verdict, examine_quickly, facts
 from shoal.errors import RunError, ShoalError
 from shoal.launch import StopSignal, World
+from shoal.machine.doctor import HostReport, LiveMachine, Verdict, examine_quickly, facts
 from shoal.parallel import Axis
-from shoal.run import Run, shown
-from shoal.run.writer import Claiming, Writer
+from shoal.spec.run import Run, shown
+from shoal.spec.run.writer import Claiming, Writer
 
 _BETWEEN = 1.0  # seconds between two questions
 _REACHES = 1.0  # seconds in which a signal to all processes of a run reaches each of them

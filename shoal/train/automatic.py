@@ -13,22 +13,22 @@ from functools import partial
 import torch
 from torch import nn
 
-from shoal.cluster import Cluster, limited
-from shoal.cost import settle_split
-from shoal.cost.time import workload_on
 from shoal.errors import ConfigError, ModelError, UserError
 from shoal.models import Transformer, next_token_loss
 from shoal.parallel import require_layout
 from shoal.parallel.place import available_memory
-from shoal.plan import Plan, SettledPlan
-from shoal.planner import choose
+from shoal.predict.cost import settle_split
+from shoal.predict.cost.time import workload_on
+from shoal.predict.planner import choose
 from shoal.signals import withheld_from_children
+from shoal.spec.cluster import Cluster, limited
+from shoal.spec.plan import Plan, SettledPlan
+from shoal.spec.workload import Workload, transformer_shape, with_adapters
 from shoal.trace import trace
 from shoal.train.classes import require_data_parallel
 from shoal.train.config import TrainConfig
 from shoal.train.located import build_model, shape_of
 from shoal.train.optimizer import needs_whole_parameters
-from shoal.workload import Workload, transformer_shape, with_adapters
 
 AUTOMATIC_MEMORY = "auto"
 """The word in a configuration that stands for what is free."""

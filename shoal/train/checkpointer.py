@@ -21,7 +21,7 @@ from shoal.checkpoint import Background, Coordinator, Ended, Piece, Saver, Sprea
 from shoal.errors import CheckpointError, CommunicationError
 from shoal.parallel.place import available_memory, memory_of_steps
 from shoal.record import Recorder
-from shoal.timeline import Kind
+from shoal.spec.timeline import Kind
 from shoal.units import format_bytes
 
 Told = Callable[[Ended], object] | None

@@ -12,8 +12,8 @@ import torch
 
 from shoal.parallel import GuidedUpdates, Parallel
 from shoal.parallel.exchange.stability import contraction, error_bound
-from shoal.plan import Exchange, Plan
-from shoal.planner import DENSE, Conditions, Expected, Tried, candidates, exchange_of, expected
+from shoal.predict.planner import DENSE, Conditions, Expected, Tried, candidates, exchange_of, expected
+from shoal.spec.plan import Exchange, Plan
 from shoal.train.measured_exchange import Link
 
 AFTER = 4

@@ -15,7 +15,7 @@ from torch import nn
 from shoal.data import AnyCorpus, MixedCorpus, are_numbers, numbers_of, prepare, require_padding
 from shoal.errors import ConfigError, PlanError
 from shoal.models import classifier_of, is_classifier
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 from shoal.train.config import TrainConfig
 
 _HUGGING_FACE = "hf:"

@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch._dynamo.callback import callback_handler
 
-from shoal.cluster import Cluster, Device, Level
-from shoal.cost.time import settled_compile, workload_on
 from shoal.errors import ClusterError
 from shoal.models import Transformer
-from shoal.plan import SettledPlan
+from shoal.predict.cost.time import settled_compile, workload_on
 from shoal.signals import take_signals, withhold_signals
+from shoal.spec.cluster import Cluster, Device, Level
+from shoal.spec.plan import SettledPlan
+from shoal.spec.workload import transformer_shape
 from shoal.units import format_seconds
-from shoal.workload import transformer_shape
 
 
 def with_compile(

@@ -27,15 +27,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _world
 
-from shoal.cost import Costs, Memories
 from shoal.errors import CommunicationError, PlanError, UserError
 from shoal.launch import EXIT_STOPPED, Generation, Membership, StopSignal, World, meet
 from shoal.models import mixtures_of
 from shoal.parallel import require_layout
-from shoal.plan import EQUAL, Plan, SettledPlan, Shares, divisors
-from shoal.run import Run
-from shoal.run.writer import name_group
-from shoal.simulate import played_seconds
+from shoal.predict.cost import Costs, Memories
+from shoal.predict.simulate import played_seconds
+from shoal.spec.plan import EQUAL, Plan, SettledPlan, Shares, divisors
+from shoal.spec.run import Run
+from shoal.spec.run.writer import name_group
 from shoal.train.automatic import choose_plan, machines_and_work, settled_stages, within_memory
 from shoal.train.classes import require_data_parallel
 from shoal.train.config import TrainConfig

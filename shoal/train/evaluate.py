@@ -15,7 +15,7 @@ from shoal.data import Loader, Samples, all_targets_count, as_samples, fetch, ke
 from shoal.models import logits_of
 from shoal.parallel import Parallel
 from shoal.record import Recorder
-from shoal.timeline import Kind
+from shoal.spec.timeline import Kind
 from shoal.train.agreement import StopTogether
 from shoal.train.micro_batch import Inputs, Reader
 

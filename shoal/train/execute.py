@@ -15,7 +15,7 @@ from shoal.checkpoint import Coordinator, all_ranks
 from shoal.errors import CommunicationError
 from shoal.launch import Membership, StopSignal, World, choose_device, join
 from shoal.parallel import own_device
-from shoal.run.writer import name_group
+from shoal.spec.run.writer import name_group
 from shoal.train.execution import Execution, Regroup
 from shoal.train.job import Job, nothing_left_to_do
 from shoal.train.roles import Role, joined_role, serve, take_role

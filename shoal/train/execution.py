@@ -29,9 +29,9 @@ from shoal.data import AnyCorpus
 from shoal.errors import CheckpointError, ConfigError, TrainingError
 from shoal.launch import EXIT_STOPPED, Membership, StopSignal, World
 from shoal.models import Transformer, new_parameters
-from shoal.plan import Plan
 from shoal.record import Marks
-from shoal.run import Run, shown
+from shoal.spec.plan import Plan
+from shoal.spec.run import Run, shown
 from shoal.train.agreement import are_all_asked, look_at_host
 from shoal.train.automatic import PassedOver
 from shoal.train.classes import for_model, prepared

@@ -50,7 +50,7 @@ from shoal.models import (
     stored_as_llama,
     stored_for,
 )
-from shoal.run import Run
+from shoal.spec.run import Run
 from shoal.train.config import LoraConfig, TrainConfig, load_config
 from shoal.train.located import build_model, shape_of
 from shoal.train.state import fixed_pieces

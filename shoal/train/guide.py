@@ -4,8 +4,8 @@ At first workers average whole gradients, as they do again whenever a guard fail
 
     measure    a few steps average gradients after their backward, which tells the seconds of a step and of
                the exchange by themselves, the gradient noise scale, and what codecs keep and take
-    choose     the exchange with the least predicted seconds to a loss (`shoal.planner.exchange`), if it is
-               quicker by more than a tenth
+    choose     the exchange with the least predicted seconds to a loss (`shoal.predict.planner.exchange`), if
+               it is quicker by more than a tenth
     try        a number of dense steps are made, and count. The same steps are made again from the same state
                with the other exchange, each of both followed by a few dense steps. Then held-out loss and
                tasks are compared, and training goes on from the dense steps
@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 
 from shoal.checkpoint import Coordinator
 from shoal.parallel import GuidedUpdates, Parallel
-from shoal.plan import Exchange, Plan
-from shoal.planner import DENSE, Conditions, Tried
-from shoal.run import Decision
+from shoal.predict.planner import DENSE, Conditions, Tried
+from shoal.spec.plan import Exchange, Plan
+from shoal.spec.run import Decision
 from shoal.train.choice import AFTER, REVIEW, Choices, HeldOutValues, Watch, compared, stray_of
 from shoal.train.measured_exchange import Link, OwnGradient, conditions_of, measure_codecs, measure_link
 from shoal.train.snapshot import Snapshot

@@ -30,8 +30,8 @@ from shoal.checkpoint import (
 from shoal.collectives.options import split_address
 from shoal.errors import CheckpointError, CommunicationError, CorruptCheckpointError
 from shoal.launch import MANIFEST, PEER, TOKEN_FILE, Held, Peer, held_in, is_there, read_token
-from shoal.run.writer import Claiming
 from shoal.scratch import scratch_folder
+from shoal.spec.run.writer import Claiming
 
 FOLDER = "SHOAL_MEMORY_FOLDER"
 """Environment variable: the folder of these checkpoints."""

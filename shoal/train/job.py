@@ -14,15 +14,15 @@ import torch
 from torch import nn
 
 from shoal.checkpoint import SingleProcess, Store, checkpoints, newest_verified, step_of
-from shoal.cluster import Cluster
 from shoal.data import AnyCorpus
 from shoal.errors import CheckpointError, ConfigError, ModelError, RunError
 from shoal.models import Transformer
 from shoal.parallel import require_documents, require_layout, require_trainable
-from shoal.plan import Plan, SettledPlan, parse_settings
-from shoal.run import Run, absolute, default_path, is_free, shown
-from shoal.run.directory import resume_command
-from shoal.simulate import recorded_cluster
+from shoal.predict.simulate import recorded_cluster
+from shoal.spec.cluster import Cluster
+from shoal.spec.plan import Plan, SettledPlan, parse_settings
+from shoal.spec.run import Run, absolute, default_path, is_free, shown
+from shoal.spec.run.directory import resume_command
 from shoal.train.automatic import AUTOMATIC, PassedOver, Resolved, choose_plan, settled_stages
 from shoal.train.classes import prepared, require_classes, require_data_parallel
 from shoal.train.config import OptimizerConfig, TrainConfig

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.models import find_factory
-from shoal.run import Run
+from shoal.spec.run import Run
 from shoal.train.config import OptimizerConfig, TrainConfig, load_config
 
 Schedule = Callable[[int], float]

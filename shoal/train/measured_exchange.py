@@ -14,8 +14,8 @@ from shoal.checkpoint import Coordinator
 from shoal.collectives import codec_of
 from shoal.parallel import Axis
 from shoal.parallel.communication import new_buffer
-from shoal.plan import Compression
-from shoal.planner import CodecMeasure, Conditions
+from shoal.predict.planner import CodecMeasure, Conditions
+from shoal.spec.plan import Compression
 
 _SMALL, _LARGE = 1 << 10, 1 << 17  # elements of the all-reduces that are timed, at most
 _ROUNDS = 3

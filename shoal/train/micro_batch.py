@@ -59,7 +59,7 @@ from shoal.parallel.division_probe import ignores_first_label
 from shoal.parallel.documents import DocumentsGuard
 from shoal.parallel.pipeline.outputs import plain_output
 from shoal.record import NullRecorder, Recorder
-from shoal.timeline import Kind, Lane
+from shoal.spec.timeline import Kind, Lane
 
 _MASK = "attention_mask"
 _POSITIONS = "position_ids"

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import torch
 
-from shoal.cluster import Cluster, Device
-from shoal.cost import Memories
 from shoal.errors import PlanError, UserError
-from shoal.plan import SettledPlan
-from shoal.planner import choose
+from shoal.predict.cost import Memories
+from shoal.predict.planner import choose
+from shoal.spec.cluster import Cluster, Device
+from shoal.spec.plan import SettledPlan
 from shoal.train.automatic import machines_and_work
 from shoal.train.config import TrainConfig
 from shoal.units import format_bytes

@@ -25,7 +25,7 @@ from shoal.parallel import Axis, Parallel
 from shoal.parallel.communication import Pending
 from shoal.parallel.micro_batches import Arguments, require_scalar, run_one_by_one
 from shoal.record import Recorder
-from shoal.timeline import Kind
+from shoal.spec.timeline import Kind
 from shoal.train.micro_batch import Inputs, MicroBatch, Reader
 
 

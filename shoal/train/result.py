@@ -16,9 +16,9 @@ from typing import TextIO, final
 import torch
 
 from shoal.launch import TERMINAL
-from shoal.run import Decision, Run, shown, tokens_per_second
-from shoal.simulate import measured_timeline
-from shoal.timeline import explain
+from shoal.predict.simulate import measured_timeline
+from shoal.spec.run import Decision, Run, shown, tokens_per_second
+from shoal.spec.timeline import explain
 from shoal.units import format_count, format_seconds
 
 

@@ -23,9 +23,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from shoal.collectives.options import address_towards
 from shoal.errors import RunError
 from shoal.launch import EXIT_STOPPED, StopSignal, World, meet
+from shoal.parallel.exchange.server import Server, Servers
 from shoal.record import AppendFile
-from shoal.run import Run, shown
-from shoal.server import Server, Servers
+from shoal.spec.run import Run, shown
 from shoal.train.job import Job, nothing_left_to_do
 from shoal.values import decode, encode
 

@@ -7,7 +7,7 @@ account of time, and what people read.
 The time that the first rank of a run spends, as it writes it into the run's events.
 
 A rank is always in one part of its work: `start` until its first step, then `steps`, or what it does between
-steps. See `shoal.run.account` for the parts, and `shoal.run.account` for the file.
+steps. See `shoal.spec.run.account` for the parts, and `shoal.spec.run.account` for the file.
 """
 
 from __future__ import annotations
@@ -25,12 +25,10 @@ import torch
 from torch import nn
 
 from shoal.checkpoint import Coordinator
-from shoal.cluster import peak_flops
 from shoal.errors import ConfigError, RunError, ShoalError
 from shoal.models import Transformer
 from shoal.parallel import Parallel
 from shoal.parallel.exchange.worker_exchange import WorkerExchange
-from shoal.plan import Plan
 from shoal.record import (
     ClockExchange,
     Loggers,
@@ -42,7 +40,9 @@ from shoal.record import (
     open_recorder,
 )
 from shoal.release import release
-from shoal.run import (
+from shoal.spec.cluster import peak_flops
+from shoal.spec.plan import Plan
+from shoal.spec.run import (
     Account,
     Decision,
     Ledger,

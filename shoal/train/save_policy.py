@@ -37,11 +37,11 @@ from shoal.checkpoint import (
     step_of,
 )
 from shoal.checkpoint.directory import delete
-from shoal.cost.outlook import best_interval, seconds_between_failures
 from shoal.errors import CheckpointError, CorruptCheckpointError, DataError, ModelError, RunError
 from shoal.launch import PEER, Membership
-from shoal.run import Account
-from shoal.run.writer import claimed
+from shoal.predict.cost.outlook import best_interval, seconds_between_failures
+from shoal.spec.run import Account
+from shoal.spec.run.writer import claimed
 from shoal.train.checkpointer import has_room_for
 from shoal.train.config import CheckpointConfig
 from shoal.train.first_weights import begin_from_first_values

@@ -2,10 +2,10 @@
 
 The guard of a training with stale gradients, as a worker takes part in it.
 
-The servers' board decides (`shoal.server.board`): it hears the losses of all workers. Where servers make
-steps of plain gradient descent, the worker that leads tells it, too, whether the step is too large. A
-gradient that is s updates late is applied with the learning rate over 1 + s; on a quadratic with curvature L
-that is stable exactly below (1 + s) `most_stable_step(L, s)`. So it compares
+The servers' board decides (`shoal.parallel.exchange.server.board`): it hears the losses of all workers. Where
+servers make steps of plain gradient descent, the worker that leads tells it, too, whether the step is too
+large. A gradient that is s updates late is applied with the learning rate over 1 + s; on a quadratic with
+curvature L that is stable exactly below (1 + s) `most_stable_step(L, s)`. So it compares
 
     the learning rate in force, times the share that clipping leaves of a gradient
     with (1 + s) `most_stable_step(L, s)`: s the mean staleness of its last contributions, and L the curvature
@@ -29,11 +29,11 @@ from shoal.checkpoint import Coordinator
 from shoal.data import Loader, all_targets_count
 from shoal.errors import ConfigError
 from shoal.parallel import Parallel, ServedUpdates, outer_settings
+from shoal.parallel.exchange.server import Servers, Terms
 from shoal.parallel.exchange.stability import most_stable_step
-from shoal.plan import Exchange, Plan, SettledPlan
 from shoal.record import Recorder
-from shoal.run import Decision
-from shoal.server import Servers, Terms
+from shoal.spec.plan import Exchange, Plan, SettledPlan
+from shoal.spec.run import Decision
 from shoal.train.config import OptimizerConfig
 from shoal.train.micro_batch import Inputs, Reader
 from shoal.train.stepping import Made
@@ -222,8 +222,8 @@ def plan_of_ranks(plan: SettledPlan, batch: int, servers: Servers | None) -> tup
     if exchange.is_served != (servers is not None):
         raise ConfigError(
             f"the Plan {plan} was given {'no' if servers is None else 'parameter'} servers",
-            possible="runtime=shoal.train.Runtime(servers=shoal.server.Servers(...)) with exchange=server or "
-            "exchange=local,servers=1, as `shoal train` gives it",
+            possible="runtime=shoal.train.Runtime(servers=shoal.parallel.exchange.server.Servers(...)) with "
+            "exchange=server or exchange=local,servers=1, as `shoal train` gives it",
             change="give the Trainer servers" if servers is None else "leave out servers",
         )
     if servers is None:

@@ -21,7 +21,7 @@ from shoal.models.task import find_blocks
 from shoal.parallel import Parallel, local_part
 from shoal.parallel.place import memory_of_steps
 from shoal.record import LiveStorages, MappedFiles, spanned
-from shoal.run import OUTSIDE, MeasuredMemory, UnitMemory, write_memory
+from shoal.spec.run import OUTSIDE, MeasuredMemory, UnitMemory, write_memory
 
 
 @final

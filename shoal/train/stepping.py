@@ -15,7 +15,7 @@ from shoal.parallel import Axis, Parallel, Replicas
 from shoal.parallel.exchange.worker_exchange import Progress, Turn, WorkerExchange
 from shoal.parallel.optimizer.optimizers import GradientNorm
 from shoal.record import Recorder
-from shoal.timeline import Kind
+from shoal.spec.timeline import Kind
 from shoal.train.learning_rate import RateCourse
 from shoal.train.passes import Asked, Passed, Passes
 from shoal.train.snapshot import ChangingBuffers, begin_anew

@@ -20,12 +20,12 @@ from shoal.errors import ConfigError
 from shoal.models import Transformer
 from shoal.parallel import Batch, Parallel, Replicas, own_device, parallelize, plan_of
 from shoal.parallel.compiled import compiled, uncompiled
+from shoal.parallel.exchange.server import Servers
 from shoal.parallel.exchange.worker_exchange import exchange_of
 from shoal.parallel.place import limit_logits
-from shoal.plan import Plan, SettledPlan
 from shoal.record import NullRecorder, Recorder
-from shoal.run import Decision
-from shoal.server import Servers
+from shoal.spec.plan import Plan, SettledPlan
+from shoal.spec.run import Decision
 from shoal.train.arguments import require_arguments
 from shoal.train.checkpointer import Begun, Checkpointer, Told
 from shoal.train.compiling import with_compile

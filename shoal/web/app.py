@@ -35,10 +35,10 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response, Stream
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shoal.diagnosis.run_follower import RunFollower
+from shoal.analyze.diagnosis.run_follower import RunFollower
 from shoal.errors import ConfigError, MissingExtraError, RunError, ShoalError, UserError, nearest
 from shoal.listener import Listener, head_of_request, listen
-from shoal.run import Run
+from shoal.spec.run import Run
 from shoal.web.html import POLICY, message_page, page_html
 from shoal.web.pages import PAGES, Page
 from shoal.web.query import Query, encode

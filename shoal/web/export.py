@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 
-from shoal.diagnosis.run_follower import RunFollower
+from shoal.analyze.diagnosis.run_follower import RunFollower
 from shoal.errors import RunError, UserError
 from shoal.web.app import Folder
 from shoal.web.html import POLICY, page_html

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from shoal.diagnosis.run_follower import RunFollower
+from shoal.analyze.diagnosis.run_follower import RunFollower
 from shoal.errors import ShoalError
-from shoal.run import speed_of
-from shoal.simulate import Prediction
-from shoal.timeline import Breakdown, Kind, Lane, Purpose, RankBreakdown, Timeline
-from shoal.timeline.breakdown import WORK, blocked_in
-from shoal.timeline.intervals import Arrival, StepWindows, intersect, length, match_collectives
+from shoal.predict.simulate import Prediction
+from shoal.spec.run import speed_of
+from shoal.spec.timeline import Breakdown, Kind, Lane, Purpose, RankBreakdown, Timeline
+from shoal.spec.timeline.breakdown import WORK, blocked_in
+from shoal.spec.timeline.intervals import Arrival, StepWindows, intersect, length, match_collectives
 from shoal.web.query import MOST_POINTS, Query, thinned
 
 Collective = dict[int, Arrival]

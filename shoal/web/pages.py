@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from shoal.cluster import PRESETS, Cluster
-from shoal.cost import Algorithm, find_algorithm
-from shoal.cost.collectives import MOVED, Played, motion
-from shoal.cost.time import workload_on
-from shoal.planner import Candidate, choose, scale
+from shoal.predict.cost import Algorithm, find_algorithm
+from shoal.predict.cost.collectives import MOVED, Played, motion
+from shoal.predict.cost.time import workload_on
+from shoal.predict.planner import Candidate, choose, scale
+from shoal.spec.cluster import PRESETS, Cluster
+from shoal.spec.workload import shape, shape_names
 from shoal.web.live import MEASURES, ddp, live
 from shoal.web.query import Query
 from shoal.web.saves import saves
 from shoal.web.schedules import schedules
 from shoal.web.timeline import timeline
-from shoal.workload import shape, shape_names
 
 _MOST_HOSTS = 8
 _MOST_RANKS_PER_HOST = 4

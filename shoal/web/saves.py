@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from shoal.cost.outlook import best_interval, seconds_between_failures
-from shoal.diagnosis.run_follower import RunFollower
+from shoal.analyze.diagnosis.run_follower import RunFollower
 from shoal.errors import ShoalError
 from shoal.limits import open_regular
+from shoal.predict.cost.outlook import best_interval, seconds_between_failures
 from shoal.web.query import Query
 
 _NAME = re.compile(r"step-([0-9]{1,15})(?:\.[0-9]+)?(\.tmp|\.deleted)?")

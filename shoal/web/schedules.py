@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from shoal.errors import PlanError
-from shoal.plan.schedules import FOUND, NAMES, Played, Times, kind_of, make, play, search
+from shoal.spec.plan.schedules import FOUND, NAMES, Played, Times, kind_of, make, play, search
 from shoal.web.query import Query
 
 _MOST_RANKS = 16

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from shoal.diagnosis.run_follower import RunFollower
+from shoal.analyze.diagnosis.run_follower import RunFollower
 from shoal.errors import ShoalError
-from shoal.simulate import Prediction, mark_bubbles
-from shoal.timeline import Kind, Lane, Span, Timeline
+from shoal.predict.simulate import Prediction, mark_bubbles
+from shoal.spec.timeline import Kind, Lane, Span, Timeline
 from shoal.web.query import MOST_POINTS, Query
 
 _LANES = (Lane.COMPUTE, Lane.COMMUNICATION, Lane.COPY, Lane.HOST)

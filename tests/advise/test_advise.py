@@ -4,14 +4,14 @@ import itertools
 
 import pytest
 
-from shoal.advise import Known, advices
-from shoal.advise.advices import split_advice
-from shoal.cluster import Cluster
-from shoal.cost import Costs
-from shoal.plan import Plan, SettledPlan
-from shoal.simulate import StageTimes, played_seconds, simulate
-from shoal.timeline import Kind, Lane, Span, Timeline, explain
-from shoal.workload import shape, workload_of
+from shoal.analyze.advise import Known, advices
+from shoal.analyze.advise.advices import split_advice
+from shoal.predict.cost import Costs
+from shoal.predict.simulate import StageTimes, played_seconds, simulate
+from shoal.spec.cluster import Cluster
+from shoal.spec.plan import Plan, SettledPlan
+from shoal.spec.timeline import Kind, Lane, Span, Timeline, explain
+from shoal.spec.workload import shape, workload_of
 
 STEPS = 12
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.bench import COLLECTIVES, Settings
-from shoal.bench.contestants import Buffers, Contestant, UnsupportedError, enter
-from shoal.bench.contestants.contestant import PrivateMemory
-from shoal.bench.measure import measure, run
-from shoal.bench.settings import Ranks
 from shoal.errors import CommunicationError
+from shoal.machine.bench import COLLECTIVES, Settings
+from shoal.machine.bench.contestants import Buffers, Contestant, UnsupportedError, enter
+from shoal.machine.bench.contestants.contestant import PrivateMemory
+from shoal.machine.bench.measure import measure, run
+from shoal.machine.bench.settings import Ranks
 
 
 class Local(Contestant):
@@ -214,7 +214,7 @@ def reported_of(kind):
     """What `run` reports and raises where every contestant is of a kind."""
     reported = []
     settings = Settings(collectives=("all_reduce",), backends=("gloo",), sizes=(4096,), rounds=1)
-    with mock.patch("shoal.bench.measure.enter", return_value=kind()):
+    with mock.patch("shoal.machine.bench.measure.enter", return_value=kind()):
         try:
             run(
                 settings,

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.bench import COLLECTIVES, DTYPES, OPERATORS, Row, ratio
-from shoal.bench import collective as reference
+from shoal.machine.bench import COLLECTIVES, DTYPES, OPERATORS, Row, ratio
+from shoal.machine.bench import collective as reference
 
 COMBINE = {"sum": operator.add, "avg": operator.add, "min": min, "max": max, "product": operator.mul}
 

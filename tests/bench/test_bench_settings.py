@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.bench import Settings, parse_names, parse_sizes
 from shoal.errors import ConfigError
+from shoal.machine.bench import Settings, parse_names, parse_sizes
 from shoal.units import format_bytes
 
 

@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
-from shoal.bench import Row
-from shoal.bench.report import heading, line, plot, require_plot
 from shoal.errors import ConfigError, MissingExtraError
+from shoal.machine.bench import Row
+from shoal.machine.bench.report import heading, line, plot, require_plot
 
 
 def row(backend="gloo", seconds=(0.001,), **changed):

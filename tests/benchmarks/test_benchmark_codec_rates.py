@@ -11,7 +11,7 @@ import codec_rates
 import torch
 
 from shoal.collectives.core import load_core
-from shoal.plan import Compression
+from shoal.spec.plan import Compression
 
 core = load_core()
 if core is None:

@@ -13,12 +13,12 @@ sys.path.append(str(BENCHMARKS))
 
 from fit_bands import Row, bands_of, coverage, quantile  # noqa: E402
 
-from shoal.cost.outlook import band_of  # noqa: E402
-from shoal.cost.outlook.band import kind_of  # noqa: E402
-from shoal.plan import SettledPlan  # noqa: E402
-from shoal.validate import is_fitted, published_workload, read_table  # noqa: E402
-from shoal.validate.predictions import compare_steps  # noqa: E402
-from shoal.validate.steps import machine_of  # noqa: E402
+from shoal.predict.cost.outlook import band_of  # noqa: E402
+from shoal.predict.cost.outlook.band import kind_of  # noqa: E402
+from shoal.predict.validate import is_fitted, published_workload, read_table  # noqa: E402
+from shoal.predict.validate.predictions import compare_steps  # noqa: E402
+from shoal.predict.validate.steps import machine_of  # noqa: E402
+from shoal.spec.plan import SettledPlan  # noqa: E402
 
 VALUES = st.floats(-10, 10)
 WEIGHTS = st.floats(0.1, 5)

@@ -4,9 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from shoal.cluster import Cluster
-from shoal.cost.collectives.network import collective_seconds
-from shoal.plan.group import Group
+from shoal.predict.cost.collectives.network import collective_seconds
+from shoal.spec.cluster import Cluster
+from shoal.spec.plan.group import Group
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = [2**power for power in range(16, 35)]

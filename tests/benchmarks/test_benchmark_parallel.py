@@ -19,7 +19,7 @@ from torch import distributed as dist
 
 from shoal.models import Mixture, preset
 from shoal.parallel.context.positions import zigzag_positions
-from shoal.timeline import Kind, Lane, Span, Timeline
+from shoal.spec.timeline import Kind, Lane, Span, Timeline
 
 BATCH, HEADS, SEQ, WIDTH = 2, 2, 16, 8
 ATTENTIONS = {"torch": torch_ring, "gathered": gathered_attention}

@@ -18,9 +18,9 @@ from rounds import Burst
 
 from shoal.models import TransformerConfig
 from shoal.parallel.pipeline.pieces import cut_pieces
-from shoal.plan import Plan
-from shoal.plan.schedules import NAMES, Times, Work, make, play
-from shoal.timeline import Kind, Lane, Span, Timeline
+from shoal.spec.plan import Plan
+from shoal.spec.plan.schedules import NAMES, Times, Work, make, play
+from shoal.spec.timeline import Kind, Lane, Span, Timeline
 
 STEPS, SEQ, MICRO_BATCHES = 3, 16, 8
 SHAPE = TransformerConfig(

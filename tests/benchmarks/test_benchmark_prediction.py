@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from prediction import PLANS, SHAPES, kendall_tau, predicted_seconds
 
-from shoal.cluster import Cluster
+from shoal.spec.cluster import Cluster
 
 
 def test_tau_is_that_of_its_definition_over_all_orders_of_four():

@@ -12,8 +12,8 @@ from slow_links_loss import STEPS, Loss, at_equal_time, runs_of, table
 from slow_links_methods import MODEL, NEVER, methods
 from slow_links_speed import formula_bytes, predicted_seconds, with_compute
 
-from shoal.cluster import Cluster
 from shoal.models import Transformer
+from shoal.spec.cluster import Cluster
 from shoal.testing.hosts import Hosts, why_no_hosts
 
 SHOAL = {each.name: each for each in methods(torchft=False) if each.exchange is not None}

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

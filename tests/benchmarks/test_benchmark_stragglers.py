@@ -9,7 +9,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import stragglers
 from stragglers import CAUSES, LAYOUTS, Case, Score
 
-from shoal.diagnosis import Cause, Pattern
+from shoal.analyze.diagnosis import Cause, Pattern
 from shoal.testing.delays import Delay, Jitter, Layout
 
 

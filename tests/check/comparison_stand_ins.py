@@ -11,10 +11,6 @@ import torch
 import torch.distributed as dist
 from pipeline_faults import PIPELINE_FAULTS
 
-from shoal.check import Comparison, Tolerance, Trial, Verdict
-from shoal.check.distributed import trace_under
-from shoal.check.forward import ForwardReference
-from shoal.check.trace import RankTrace
 from shoal.data import Loader
 from shoal.models import Mixture
 from shoal.models.experts import within_capacity
@@ -25,7 +21,11 @@ from shoal.parallel.context import context
 from shoal.parallel.context.positions import POSITIONS
 from shoal.parallel.data.resident import WeightUpdate
 from shoal.parallel.expert import expert
-from shoal.plan import Plan, SettledPlan
+from shoal.spec.plan import Plan, SettledPlan
+from shoal.testing.check import Comparison, Tolerance, Trial, Verdict
+from shoal.testing.check.distributed import trace_under
+from shoal.testing.check.forward import ForwardReference
+from shoal.testing.check.trace import RankTrace
 
 MEASURED: dict[Any, Any] = {}
 

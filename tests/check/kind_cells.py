@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shoal.check import Comparison, Trial
 from shoal.errors import UserError, WorkerError
 from shoal.models.tiny_hugging_face import kinds, small_configuration
-from shoal.plan import Plan, SettledPlan
+from shoal.spec.plan import Plan, SettledPlan
 from shoal.testing import RankPool
+from shoal.testing.check import Comparison, Trial
 
 CELLS = {
     "dp": "dp=2,microbatch=1",

@@ -14,8 +14,8 @@ from shoal.data import Loader
 from shoal.parallel.pipeline import pieces
 from shoal.parallel.pipeline.messages import Messages
 from shoal.parallel.pipeline.runtime import Pipeline
-from shoal.plan.schedules import Action, Payload
-from shoal.plan.stages import ranges_of
+from shoal.spec.plan.schedules import Action, Payload
+from shoal.spec.plan.stages import ranges_of
 
 __all__ = ["PIPELINE_FAULTS"]
 

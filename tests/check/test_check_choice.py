@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.check import covering, with_axes
 from shoal.errors import ConfigError
-from shoal.plan import DEGREES, Plan
-from shoal.plan.legal import legal_plans
+from shoal.spec.plan import DEGREES, Plan
+from shoal.spec.plan.legal import legal_plans
+from shoal.testing.check import covering, with_axes
 
 PLANS = [plan for plan in legal_plans(8) if plan.pp == 1]
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from comparison_stand_ins import SHAPE, check, make_trial, trace
 
-from shoal.check.forward import ForwardReference, first_fault
-from shoal.check.trace import joined
-from shoal.plan import Mesh, Plan
+from shoal.spec.plan import Mesh, Plan
+from shoal.testing.check.forward import ForwardReference, first_fault
+from shoal.testing.check.trace import joined
 
 EXPERTS = {**SHAPE, "experts": 4, "expert_ffn": 32}
 

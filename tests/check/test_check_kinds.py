@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from kind_cells import CELLS, Kind, every_kind, read, run, verdict_of
 from torch import nn
 
-from shoal.check import Comparison, Trial
-from shoal.check.reference import Reference, Sums
-from shoal.check.trial import RandomTokens
 from shoal.errors import ModelError
 from shoal.models.tiny_hugging_face import causal, kind_of, kinds, masked
 from shoal.parallel import DocumentsGuard
-from shoal.plan import Plan, SettledPlan
+from shoal.spec.plan import Plan, SettledPlan
+from shoal.testing.check import Comparison, Trial
+from shoal.testing.check.reference import Reference, Sums
+from shoal.testing.check.trial import RandomTokens
 
 transformers = pytest.importorskip("transformers")
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from comparison_stand_ins import SHAPE, check, make_trial, trace
 
-from shoal.check.forward import ForwardReference, first_fault
-from shoal.check.trace import joined
-from shoal.plan import Mesh, Plan
-from shoal.plan.schedules import NAMES
+from shoal.spec.plan import Mesh, Plan
+from shoal.spec.plan.schedules import NAMES
+from shoal.testing.check.forward import ForwardReference, first_fault
+from shoal.testing.check.trace import joined
 
 FOUR, EIGHT = {**SHAPE, "layers": 4}, {**SHAPE, "layers": 8}
 UNTIED = {"tie_embeddings": False}

@@ -8,10 +8,10 @@ import pytest
 import torch
 from comparison_stand_ins import check
 
-from shoal.check import TaskTrial, Tolerance, Trial, trial_of
 from shoal.errors import ConfigError, ModelError, PlanError
 from shoal.models import Task
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
+from shoal.testing.check import TaskTrial, Tolerance, Trial, trial_of
 from shoal.testing.zoo import ENTRIES
 
 ZOO = "shoal.testing.zoo:"
@@ -61,7 +61,7 @@ def test_a_missing_reduction_is_named_for_a_task_too(ranks):
 def check_resumed(entry, loads=True):
     """The verdict on a training that is saved and loaded again before its second step."""
     resumed = replace(trial(entry), resumed_before=1, dropout=True)
-    fault = contextlib.nullcontext() if loads else patch("shoal.check.runner.load")
+    fault = contextlib.nullcontext() if loads else patch("shoal.testing.check.runner.load")
     with fault:
         return check(["dp=2,shard=zero2,microbatch=4"], resumed)[0]
 

@@ -8,14 +8,14 @@ import pytest
 import torch
 from comparison_stand_ins import SHAPE, check, groups_after_plans, make_trial
 
-from shoal.check import Tolerance
-from shoal.check.distributed import Fragment, copies
-from shoal.check.reference import Reference, Sums, relative, vector_deviation
-from shoal.check.trial import OPTIMIZER
 from shoal.data import Loader
 from shoal.errors import ConfigError, ModelError
-from shoal.plan import Plan
-from shoal.plan.legal import legal_plans
+from shoal.spec.plan import Plan
+from shoal.spec.plan.legal import legal_plans
+from shoal.testing.check import Tolerance
+from shoal.testing.check.distributed import Fragment, copies
+from shoal.testing.check.reference import Reference, Sums, relative, vector_deviation
+from shoal.testing.check.trial import OPTIMIZER
 
 
 def verdict_of(ranks, plan, fault="", detail="", **changes):

@@ -199,10 +199,10 @@ def test_when_either_of_two_ranks_dies_the_other_raises_and_a_checkpoint_stays(
 def test_a_writer_that_wakes_after_another_took_over_commits_nothing(
     one_saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.run.writer._LEASE", 0.0)
+    monkeypatch.setattr("shoal.spec.run.writer._LEASE", 0.0)
 
     def save_elsewhere(directory: Path, place: int) -> None:
-        monkeypatch.setattr("shoal.run.writer.boot_id", lambda: "another one")
+        monkeypatch.setattr("shoal.spec.run.writer.boot_id", lambda: "another one")
         pause = lambda: os.kill(os.getpid(), signal.SIGSTOP)  # noqa: E731
         save_next_step(directory, StoppingFiles(place, pause, grain=1 << 20))
 

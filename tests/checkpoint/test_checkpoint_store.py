@@ -17,7 +17,7 @@ from shoal.checkpoint import Store, checkpoints, save, verify
 from shoal.checkpoint.files import write_file
 from shoal.cli.main import main
 from shoal.errors import CheckpointError, ConfigError, CorruptCheckpointError, RunError
-from shoal.run.writer import claim_path, newest_claim
+from shoal.spec.run.writer import claim_path, newest_claim
 
 
 @pytest.fixture

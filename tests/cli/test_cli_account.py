@@ -5,11 +5,11 @@ import json
 import pytest
 from rich.console import Console
 
+from shoal.analyze.diagnosis.run_follower import RunFollower
 from shoal.cli.main import main
 from shoal.cli.watch import drawn
-from shoal.cluster import Cluster
-from shoal.diagnosis.run_follower import RunFollower
-from shoal.run import Run, account, write_event
+from shoal.spec.cluster import Cluster
+from shoal.spec.run import Run, account, write_event
 from shoal.web.live import live
 from shoal.web.query import Query
 from shoal.web.saves import saves

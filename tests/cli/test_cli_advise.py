@@ -8,9 +8,9 @@ import pytest
 from shoal.cli.main import main
 from shoal.cli.train import _advised
 from shoal.errors import RunError
-from shoal.plan import Plan
-from shoal.run import Run
-from shoal.timeline import Kind, Lane, Span, Timeline
+from shoal.spec.plan import Plan
+from shoal.spec.run import Run
+from shoal.spec.timeline import Kind, Lane, Span, Timeline
 
 
 def spans(seconds):

@@ -170,7 +170,7 @@ def test_what_cannot_work_is_refused_before_anything_starts(capsys, words, told)
 def test_plans_on_a_gpu_are_not_compiled_one_by_one(monkeypatch):
     given = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr("shoal.check.compare_locally", lambda job, *_: given.append(job) or [])
+    monkeypatch.setattr("shoal.testing.check.compare_locally", lambda job, *_: given.append(job) or [])
     assert main(["check", "--all", "--ranks=2", "--device=cuda"]) == 0
     assert {plan.compile for plan in given[0].plans} == {"none"}
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.main import main
-from shoal.cluster import PRESETS, Calibrated, Cluster, Device, Host, Level, Power, Prices
-from shoal.cluster.tables import keys_of
-from shoal.plan import Plan
+from shoal.spec.cluster import PRESETS, Calibrated, Cluster, Device, Host, Level, Power, Prices
+from shoal.spec.cluster.tables import keys_of
+from shoal.spec.plan import Plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "cluster"))
 from topologies import matrix, nccl_xml, switched

@@ -8,8 +8,8 @@ import pytest
 
 from shoal.cli.commands import add_command
 from shoal.errors import RunError
-from shoal.run import Run, metrics_line
-from shoal.timeline import Kind, Lane, Span, Timeline
+from shoal.spec.run import Run, metrics_line
+from shoal.spec.timeline import Kind, Lane, Span, Timeline
 
 STEPS = 400
 

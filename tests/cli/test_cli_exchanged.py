@@ -3,8 +3,8 @@
 import pytest
 
 from shoal.cli.report import exchanged_summary, exchanged_text
-from shoal.plan import Plan
-from shoal.timeline import Kind, Lane, Purpose, Span, Timeline
+from shoal.spec.plan import Plan
+from shoal.spec.timeline import Kind, Lane, Purpose, Span, Timeline
 
 PARAMETERS = 3_000_000
 

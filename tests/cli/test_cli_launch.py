@@ -12,7 +12,7 @@ from port_stand_ins import free_port
 
 from shoal.checkpoint import checkpoints, step_of
 from shoal.cli.main import main
-from shoal.run import Run
+from shoal.spec.run import Run
 
 KUBERNETES = ("kubernetes", "--image", "shoal:1")
 NODE = ("node", "--nodes", "2", "--node", "0", "--master", "a:29500")

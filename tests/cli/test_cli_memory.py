@@ -8,13 +8,13 @@ import pytest
 from run_stand_ins import train
 
 from shoal.cli.main import main
-from shoal.cluster import Cluster
-from shoal.cost import memory_of
-from shoal.cost.time import workload_on
-from shoal.plan import Plan, SettledPlan
-from shoal.run import Run, UnitMemory
-from shoal.run.directory import MeasuredMemory, read_memory, write_memory
-from shoal.workload import shape
+from shoal.predict.cost import memory_of
+from shoal.predict.cost.time import workload_on
+from shoal.spec.cluster import Cluster
+from shoal.spec.plan import Plan, SettledPlan
+from shoal.spec.run import Run, UnitMemory
+from shoal.spec.run.directory import MeasuredMemory, read_memory, write_memory
+from shoal.spec.workload import shape
 
 PLAN = "dp=2,tp=2,pp=2,shard=zero1,precision=bf16"
 WORDS = (PLAN, "--model", "gpt3-1.3b", "--cluster", "dgx-h100", "--batch", "16")

@@ -5,10 +5,10 @@ import json
 import pytest
 
 from shoal.cli.main import main
-from shoal.cluster import Cluster, Power, Prices
-from shoal.cost.outlook.long_run import long_run
+from shoal.predict.cost.outlook.long_run import long_run
+from shoal.spec.cluster import Cluster, Power, Prices
+from shoal.spec.workload import shape, workload_of
 from shoal.units import parse_count
-from shoal.workload import shape, workload_of
 
 MODEL = ("--model", "125m", "--cluster", "dgx-a100:8")
 PLAN = ["plan", *MODEL, "--batch", "64"]

@@ -7,12 +7,12 @@ import sys
 import pytest
 
 from shoal.cli.main import main
-from shoal.cluster import Cluster
-from shoal.cost.time import workload_on
-from shoal.plan import Plan, SettledPlan
-from shoal.planner import choose
+from shoal.predict.cost.time import workload_on
+from shoal.predict.planner import choose
+from shoal.spec.cluster import Cluster
+from shoal.spec.plan import Plan, SettledPlan
+from shoal.spec.workload import shape, workload_of
 from shoal.train import load_config
-from shoal.workload import shape, workload_of
 
 ASKED = ["plan", "--model", "125m", "--cluster", "dgx-a100:8", "--batch", "64"]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.main import main
-from shoal.cluster import Cluster
-from shoal.plan import Plan
-from shoal.run import Run
-from shoal.simulate import simulate
-from shoal.workload import shape, workload_of
+from shoal.predict.simulate import simulate
+from shoal.spec.cluster import Cluster
+from shoal.spec.plan import Plan
+from shoal.spec.run import Run
+from shoal.spec.workload import shape, workload_of
 
 BATCH = 4
 

@@ -14,8 +14,8 @@ import pytest
 
 from shoal.cli.commands import add_command
 from shoal.errors import RunError, UserError
-from shoal.run import Decision, Run, metrics_line, write_decision
-from shoal.timeline import Kind, Lane, Span, Timeline
+from shoal.spec.run import Decision, Run, metrics_line, write_decision
+from shoal.spec.timeline import Kind, Lane, Span, Timeline
 
 STEPS = 8
 DESCRIPTION: dict[str, Any] = {

@@ -6,10 +6,10 @@ from xml.etree import ElementTree
 import pytest
 
 from shoal.cli.main import main
-from shoal.cluster import Cluster
-from shoal.cost.time import workload_on
-from shoal.planner import Search
-from shoal.workload import shape
+from shoal.predict.cost.time import workload_on
+from shoal.predict.planner import Search
+from shoal.spec.cluster import Cluster
+from shoal.spec.workload import shape
 
 ASKED = ["scale", "--model", "350m", "--cluster", "dgx-a100", "--batch", "256", "--devices", "8..64"]
 

@@ -15,10 +15,10 @@ from shoal.cli.main import main
 from shoal.models import build
 from shoal.parallel import Batch
 from shoal.parallel.pipeline.pieces import CORES, costs_on_device, cut_pieces, settled_on_device
-from shoal.plan import Plan
-from shoal.plan.schedules import NAMES, Times, make, play
-from shoal.plan.schedules.draw import draw, picture
-from shoal.plan.stages import parse_split, ranges_of
+from shoal.spec.plan import Plan
+from shoal.spec.plan.schedules import NAMES, Times, make, play
+from shoal.spec.plan.schedules.draw import draw, picture
+from shoal.spec.plan.stages import parse_split, ranges_of
 
 GUIDE = Path(__file__).resolve().parent.parent.parent / "docs" / "guides" / "schedule.md"
 SMALL = ("--pp", "4", "--microbatches", "8")

@@ -13,12 +13,12 @@ from xml.etree import ElementTree
 import pytest
 
 from shoal.cli.main import main
-from shoal.cluster import Cluster
-from shoal.cost.time import workload_on
-from shoal.plan import Plan
-from shoal.simulate import simulate
+from shoal.predict.cost.time import workload_on
+from shoal.predict.simulate import simulate
+from shoal.spec.cluster import Cluster
+from shoal.spec.plan import Plan
+from shoal.spec.workload import shape, to_json
 from shoal.units import format_seconds
-from shoal.workload import shape, to_json
 
 H100 = Cluster.parse("dgx-h100:8")
 GUIDE = Path(__file__).resolve().parent.parent.parent / "docs" / "guides" / "simulate.md"

@@ -13,8 +13,8 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.cli.train import _how_to_go_on
-from shoal.run import Run
-from shoal.run.writer import claimed
+from shoal.spec.run import Run
+from shoal.spec.run.writer import claimed
 from shoal.testing import RankPool
 from shoal.train.result import summary
 

@@ -7,13 +7,13 @@ import re
 import pytest
 from rich.console import Console
 
+from shoal.analyze.diagnosis import verdict
+from shoal.analyze.diagnosis.run_follower import RunFollower
 from shoal.cli.main import main
 from shoal.cli.watch import drawn, sparkline
-from shoal.diagnosis import verdict
-from shoal.diagnosis.run_follower import RunFollower
-from shoal.run import Run, metrics_line
-from shoal.run.writer import Claiming
-from shoal.timeline import Kind, Lane, Span, Timeline
+from shoal.spec.run import Run, metrics_line
+from shoal.spec.run.writer import Claiming
+from shoal.spec.timeline import Kind, Lane, Span, Timeline
 
 STEPS = 30
 DESCRIPTION = {

@@ -4,11 +4,11 @@ import json
 
 import pytest
 
+from shoal.analyze.diagnosis import Cause
+from shoal.analyze.diagnosis.own_work import PHASES
 from shoal.cli.main import main
-from shoal.diagnosis import Cause
-from shoal.diagnosis.own_work import PHASES
 from shoal.errors import RunError
-from shoal.run import Run
+from shoal.spec.run import Run
 from shoal.testing.delays import Delay, Jitter, Layout, delayed_timeline
 
 STEADY = Jitter([[dict.fromkeys(PHASES, 1.0)]])

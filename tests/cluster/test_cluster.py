@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster import Cluster, Device, Level
-from shoal.cost.collectives import collective_seconds
 from shoal.errors import ClusterError
-from shoal.plan import Group
+from shoal.predict.cost.collectives import collective_seconds
+from shoal.spec.cluster import Cluster, Device, Level
+from shoal.spec.plan import Group
 
 DEVICE = {"name": "d", "memory": 80e9, "bandwidth": 3e12, "peak": {"bf16": 1e15}, "units": 132}
 INSIDE = Level(name="inside", devices=8, bandwidth=400e9)

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from test_cluster_files import CLUSTERS
 
-from shoal.cluster import PRESETS, Calibrated, Cluster, Device, Host, Level, Part, Power, Prices
-from shoal.cluster.device import commented_toml
-from shoal.cluster.money import derived
-from shoal.cluster.plausible import implausible
-from shoal.cluster.tables import keys_of
 from shoal.errors import ClusterError
+from shoal.spec.cluster import PRESETS, Calibrated, Cluster, Device, Host, Level, Part, Power, Prices
+from shoal.spec.cluster.device import commented_toml
+from shoal.spec.cluster.money import derived
+from shoal.spec.cluster.plausible import implausible
+from shoal.spec.cluster.tables import keys_of
 
 TABLES = (Calibrated, Cluster, Device, Host, Level, Part, Power, Prices)
 MINE = Cluster.preset("dgx-h100", 64)

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster import Cluster, Device, Level
 from shoal.errors import ClusterError
+from shoal.spec.cluster import Cluster, Device, Level
 
 DEVICE = Device(
     name="core", memory=8e9, bandwidth=10e9, peak={"fp32": 100e9}, units=1, launch=1e-6, dispatch=2e-6

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster import PRESETS, Cluster, Device, Host, Level
-from shoal.cluster.device import toml_of
 from shoal.errors import ClusterError
+from shoal.spec.cluster import PRESETS, Cluster, Device, Host, Level
+from shoal.spec.cluster.device import toml_of
 
 RATES = st.floats(1e6, 1e18)
 SECONDS = st.floats(0, 0.5)

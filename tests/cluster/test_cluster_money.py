@@ -4,7 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster import (
+from shoal.errors import ClusterError
+from shoal.predict.cost.outlook import goodput
+from shoal.spec.cluster import (
     KINDS_OF_PRICE,
     PRESETS,
     Cluster,
@@ -15,9 +17,7 @@ from shoal.cluster import (
     price_of,
     priced,
 )
-from shoal.cluster.tables import table
-from shoal.cost.outlook import goodput
-from shoal.errors import ClusterError
+from shoal.spec.cluster.tables import table
 
 PRICES = Prices(reserved=2.0, spot=1.0, interruptions=1e-3)
 POWER = Power(device=700.0, overhead=300.0, pue=1.5)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster import Cluster, Device, Level, Part
 from shoal.errors import ClusterError
+from shoal.spec.cluster import Cluster, Device, Level, Part
 
 INSIDE = Level(name="inside", devices=8, bandwidth=400e9)
 

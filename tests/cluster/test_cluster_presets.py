@@ -5,11 +5,11 @@ from importlib import resources
 
 import pytest
 
-from shoal.cluster import PRESETS, Cluster, Device, peak_flops
-from shoal.cluster.tables import table
 from shoal.errors import ClusterError
+from shoal.spec.cluster import PRESETS, Cluster, Device, peak_flops
+from shoal.spec.cluster.tables import table
 
-FILES = resources.files("shoal.cluster")
+FILES = resources.files("shoal.spec.cluster")
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -182,7 +182,7 @@ def test_published_machines_are_assembled_from_what_is_said_of_them():
 
 
 def test_a_device_of_no_known_node_is_refused(monkeypatch):
-    monkeypatch.setattr("shoal.cluster.cluster.PRESETS", ("laptop",))
+    monkeypatch.setattr("shoal.spec.cluster.cluster.PRESETS", ("laptop",))
     with pytest.raises(ClusterError, match="no known node"):
         Cluster.assemble("MI250X", 8, 8, None)
 

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from topologies import matrix, nccl_xml, switched
 
-from shoal.cluster import Cluster, Device
-from shoal.cluster.tables import table
-from shoal.cluster.topology import cluster_of, read_topology
 from shoal.errors import ClusterError
+from shoal.spec.cluster import Cluster, Device
+from shoal.spec.cluster.tables import table
+from shoal.spec.cluster.topology import cluster_of, read_topology
 
 # Links of each device of a DGX-1V: a hybrid cube, in which 6 links lead to 4 others.
 CUBE = [

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from late_device import LateDevice, LateMemory
 
-from shoal.check import Comparison, Trial
 from shoal.collectives import ProcessGroup, Stripes
 from shoal.collectives.core import load_core
 from shoal.collectives.device_memory import DeviceMemory
@@ -23,7 +22,8 @@ from shoal.collectives.native import NativeGroup
 from shoal.collectives.one_device import OneDevice
 from shoal.collectives.options import Options
 from shoal.collectives.staging import Staging
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
+from shoal.testing.check import Comparison, Trial
 
 LATE = LateDevice()
 PROMPT = LateDevice(is_prompt=True)

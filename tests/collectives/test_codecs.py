@@ -15,7 +15,7 @@ from shoal.collectives import codec_of
 from shoal.collectives.codecs import native, with_torch
 from shoal.collectives.core import load_core
 from shoal.errors import CollectiveError, PlanError
-from shoal.plan import BLOCK, CHUNK, Compression
+from shoal.spec.plan import BLOCK, CHUNK, Compression
 
 TEXTS = [
     "int8", "int4", "fp8", "sign", "topk:64", "topk:3", "topk:64:2bit", "topk:5:2bit", "topk:4096",

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate
 
 import shoal.collectives
 from shoal.collectives import Options
-from shoal.cost import ALGORITHMS
 from shoal.errors import CollectiveError
+from shoal.predict.cost import ALGORITHMS
 
 RANKS = 4
 NAMES = {

@@ -18,7 +18,7 @@ from shoal.collectives import host_buffers
 from shoal.collectives.host_buffers import HostBuffers, HostPages, lock_pages
 from shoal.parallel.offload import storage
 from shoal.parallel.offload.storage import aligned_buffer
-from shoal.plan import GRANULE
+from shoal.spec.plan import GRANULE
 
 PACKAGE = Path(shoal.__file__).parent
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from shoal.collectives.calibrate import calibrate
 from shoal.collectives.table import Call, Table, built_in_table, load_table, save_table
-from shoal.cost import ALGORITHMS, COLLECTIVES, AlphaBeta
 from shoal.errors import ConfigError
+from shoal.predict.cost import ALGORITHMS, COLLECTIVES, AlphaBeta
 
 KEYS = sorted(ALGORITHMS)
 costs = st.builds(AlphaBeta, alpha=st.floats(0, 1e-3), beta=st.floats(0, 1e-7))
@@ -29,7 +29,7 @@ def calls(draw):
 
 
 def plain_time(table, name, call, nbytes):
-    """The formula of shoal.cost, with what the table adds to it spelled out."""
+    """The formula of shoal.predict.cost, with what the table adds to it spelled out."""
     algorithm = ALGORITHMS[call.collective, name, call.level]
     cost = table.entries[call.collective, name, call.level]
     per_host = call.ranks // call.hosts if call.hosts > 1 else 1

@@ -19,10 +19,10 @@ from shoal.collectives import thread_device
 from shoal.collectives.thread_device import callers_device, on_callers_device
 from shoal.collectives.work import Background
 from shoal.data.loader import Prefetcher
-from shoal.layers import TORCH_FREE
+from shoal.layers import TORCH_FREE, package_of
 from shoal.parallel import own_device
+from shoal.parallel.exchange.server.client import Servers
 from shoal.record.destinations.opening import QueuedLogger
-from shoal.server.client import Servers
 
 PACKAGE = Path(shoal.__file__).parent
 
@@ -33,16 +33,15 @@ WITHOUT_CUDA = {
     "collectives/hang_watch.py": "writes pulses, and reads what other processes wrote",
     "data/workers.py": "asks processes through pipes",
     "fleet/agent.py": "reads a pipe of a program, in a launcher",
-    "fleet/attempt.py": "serves connections, in a launcher",
+    "fleet/fleet.py": "serves connections, in a launcher",
     "launch/follow.py": "serves connections, in a launcher",
     "launch/gate.py": "serves connections, in a launcher",
     "launch/linked_hosts.py": "serves connections, in a launcher",
     "launch/membership.py": "reads a store",
-    "launch/pump.py": "serves connections, in a launcher",
     "launch/worker.py": "ends the process",
     "parallel/offload/storage.py": "moves bytes between files and memory of the host",
     "record/clock_exchange.py": "sends and receives packets",
-    "server/serve.py": "serves connections, in a process that computes on the CPU",
+    "parallel/exchange/server/serve.py": "serves connections, in a process that computes on the CPU",
     "train/save_policy.py": "copies files",
 }
 """Files whose threads cannot reach CUDA, and why; all others set the device first."""
@@ -226,11 +225,12 @@ def calls(node):
 def test_every_thread_that_may_touch_cuda_sets_its_device_first():
     bare = set()
     for path in PACKAGE.rglob("*.py"):
-        name = path.relative_to(PACKAGE)
+        name = path.relative_to(PACKAGE.parent).with_suffix("")
         source = path.read_text()
-        if name.parts[0].removesuffix(".py") not in TORCH_FREE and not all(threads_begun(ast.parse(source))):
-            bare.add(str(name))
-            assert set(re.findall(r"\.cuda\.(\w+)", source)) <= {"device_count"}, name  # makes no context
+        if package_of(".".join(name.parts)) not in TORCH_FREE and not all(threads_begun(ast.parse(source))):
+            bare.add(str(path.relative_to(PACKAGE)))
+            makes_no_context = {"device_count", "is_available"}
+            assert set(re.findall(r"\.cuda\.(\w+)", source)) <= makes_no_context, name
     assert bare == set(WITHOUT_CUDA)
 
 

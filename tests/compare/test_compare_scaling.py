@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.compare.scaling import ScalingLaw
+from shoal.analyze.compare.scaling import ScalingLaw
 
 LAWS = st.builds(
     ScalingLaw, st.floats(1, 1e6), st.floats(0, 0.5), st.one_of(st.just(0.0), st.floats(1e-5, 0.05))

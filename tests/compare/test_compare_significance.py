@@ -14,9 +14,9 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 
 from compare_runs import NOISES, differs, rates, real_pairs
 
-from shoal.compare import FEWEST, Verdict
-from shoal.compare.differences import pairs
-from shoal.compare.significance import compare_pairs, compare_series, holm, mann_whitney, signed_rank
+from shoal.analyze.compare import FEWEST, Verdict
+from shoal.analyze.compare.differences import pairs
+from shoal.analyze.compare.significance import compare_pairs, compare_series, holm, mann_whitney, signed_rank
 
 SAMPLES = st.lists(st.integers(0, 30), min_size=1, max_size=5)
 

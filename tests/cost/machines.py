@@ -1,8 +1,8 @@
 """Machines of one and two levels of links, for tests of what collectives cost on them."""
 
-from shoal.cluster import Cluster, Device, Level
-from shoal.cost.collectives import algorithm_seconds
-from shoal.plan import Group
+from shoal.predict.cost.collectives import algorithm_seconds
+from shoal.spec.cluster import Cluster, Device, Level
+from shoal.spec.plan import Group
 
 DEVICE = Device(name="d", memory=80e9, bandwidth=3e12, peak={"bf16": 1e15}, units=132)
 EXACT = 1e-9  # relative: both sides compute the same, in another order of operations

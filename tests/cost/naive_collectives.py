@@ -1,4 +1,4 @@
-"""Every algorithm of shoal.cost, played with slices of a buffer, to count its steps and bytes.
+"""Every algorithm of shoal.predict.cost, played with slices of a buffer, to count its steps and bytes.
 
 A slice is the set of ranks whose data is in it. What moves is checked: a step over the network lets each rank
 send to one rank and receive from one, and at the end every rank has to have what the collective promises. The

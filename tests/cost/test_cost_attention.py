@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster import Device
-from shoal.cost.layout import Layout
-from shoal.cost.time.compute import attention_seconds
-from shoal.workload import Attention
+from shoal.predict.cost.layout import Layout
+from shoal.predict.cost.time.compute import attention_seconds
+from shoal.spec.cluster import Device
+from shoal.spec.workload import Attention
 
 NAMES = ("a100-80", "h100", "b200", "mi300x", "rtx-4090", "cpu")
 DEVICES = st.sampled_from([Device.preset(name) for name in NAMES])

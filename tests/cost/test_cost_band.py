@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster import PRESETS, Calibrated, Cluster
-from shoal.cost.outlook import band_of
-from shoal.cost.outlook.band import SIZES, kind_of
-from shoal.cost.time import workload_on
-from shoal.plan import Plan
-from shoal.workload import shape, workload_of
+from shoal.predict.cost.outlook import band_of
+from shoal.predict.cost.outlook.band import SIZES, kind_of
+from shoal.predict.cost.time import workload_on
+from shoal.spec.cluster import PRESETS, Calibrated, Cluster
+from shoal.spec.plan import Plan
+from shoal.spec.workload import shape, workload_of
 
 H100 = Cluster.preset("dgx-h100", 64)
 MODEL = workload_on(H100, shape("llama3-8b"))

@@ -6,11 +6,11 @@ import random
 import pytest
 from random_plans import ORDERS, random_plan
 
-from shoal.cluster import Cluster, Part
 from shoal.errors import ShoalError
-from shoal.plan import ByFields, Plan, SettledPlan
-from shoal.planner.shared import Shared
-from shoal.workload import ModelShape, workload_of
+from shoal.predict.planner.shared import Shared
+from shoal.spec.cluster import Cluster, Part
+from shoal.spec.plan import ByFields, Plan, SettledPlan
+from shoal.spec.workload import ModelShape, workload_of
 
 WORKLOAD = workload_of(ModelShape(name="small", layers=8, hidden=256, ffn=512, heads=8, vocab=512, seq=256))
 BATCH = 32

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster import Cluster, Device, Level
-from shoal.cost import Costs, Layout
-from shoal.cost.collectives.network import collective_seconds
-from shoal.cost.outlook.calibrate import calibrate
-from shoal.cost.outlook.observation import Observation, Transfer, transfers_of
-from shoal.plan import SettledPlan
-from shoal.plan.group import Group
-from shoal.simulate import played_parts, played_seconds, simulate
-from shoal.timeline import Kind, Lane, Span, Timeline
-from shoal.workload import ModelShape, workload_of
+from shoal.predict.cost import Costs, Layout
+from shoal.predict.cost.collectives.network import collective_seconds
+from shoal.predict.cost.outlook.calibrate import calibrate
+from shoal.predict.cost.outlook.observation import Observation, Transfer, transfers_of
+from shoal.predict.simulate import played_parts, played_seconds, simulate
+from shoal.spec.cluster import Cluster, Device, Level
+from shoal.spec.plan import SettledPlan
+from shoal.spec.plan.group import Group
+from shoal.spec.timeline import Kind, Lane, Span, Timeline
+from shoal.spec.workload import ModelShape, workload_of
 
 DEVICE = Device(
     name="core",

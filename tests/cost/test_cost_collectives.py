@@ -6,8 +6,8 @@ from fractions import Fraction
 import pytest
 from naive_collectives import Medium, chain, play
 
-from shoal.cost import ALGORITHMS, COLLECTIVES, LEVELS, AlphaBeta, algorithms_of, find_algorithm
 from shoal.errors import ConfigError
+from shoal.predict.cost import ALGORITHMS, COLLECTIVES, LEVELS, AlphaBeta, algorithms_of, find_algorithm
 
 PIPELINED = {"chain", "double-tree"}
 PLAYED = sorted(key for key in ALGORITHMS if key[1] not in PIPELINED | {"hierarchical", "in-network"})

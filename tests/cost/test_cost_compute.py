@@ -2,11 +2,11 @@
 
 import pytest
 
-from shoal.cluster import Cluster
-from shoal.cost.layout import Layout
-from shoal.cost.time.block import block_cost
-from shoal.cost.time.compute import host_seconds, operation_seconds, product_seconds
-from shoal.workload import ModelShape, Part, Product, workload_of
+from shoal.predict.cost.layout import Layout
+from shoal.predict.cost.time.block import block_cost
+from shoal.predict.cost.time.compute import host_seconds, operation_seconds, product_seconds
+from shoal.spec.cluster import Cluster
+from shoal.spec.workload import ModelShape, Part, Product, workload_of
 
 CLUSTER = Cluster.preset("dgx-h100", 8)
 DEVICE = CLUSTER.device

@@ -6,8 +6,8 @@ from dataclasses import replace
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shoal.cost.collectives.crossings import Crossing, crossings, joined_by
-from shoal.plan import Group
+from shoal.predict.cost.collectives.crossings import Crossing, crossings, joined_by
+from shoal.spec.plan import Group
 
 
 def naive(ranks, sizes):

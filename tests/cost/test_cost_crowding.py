@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cost.time.step import crowded_seconds
+from shoal.predict.cost.time.step import crowded_seconds
 
 
 def played(tasks, ranks):

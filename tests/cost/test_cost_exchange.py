@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.cluster import Cluster, Device, Level
-from shoal.cost.collectives.network import collective_seconds
-from shoal.cost.time.buckets import buckets_of, families_of, parameters_on_rank
-from shoal.cost.time.step import Costs
-from shoal.plan import Mesh, SettledPlan, divisors
-from shoal.plan.group import Group
-from shoal.simulate import played_parts, played_seconds, simulate
-from shoal.workload import ModelShape, workload_of
+from shoal.predict.cost.collectives.network import collective_seconds
+from shoal.predict.cost.time.buckets import buckets_of, families_of, parameters_on_rank
+from shoal.predict.cost.time.step import Costs
+from shoal.predict.simulate import played_parts, played_seconds, simulate
+from shoal.spec.cluster import Cluster, Device, Level
+from shoal.spec.plan import Mesh, SettledPlan, divisors
+from shoal.spec.plan.group import Group
+from shoal.spec.workload import ModelShape, workload_of
 
 SHAPE = ModelShape(layers=16, hidden=1024, ffn=4096, heads=16, vocab=8192, seq=1024)
 DENSE = workload_of(SHAPE)

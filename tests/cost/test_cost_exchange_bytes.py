@@ -2,12 +2,12 @@
 
 import pytest
 
-from shoal.cluster import Cluster
-from shoal.cost import Costs
-from shoal.cost.time.buckets import Wire
-from shoal.plan import Group, Plan, SettledPlan
-from shoal.simulate import played_seconds
-from shoal.workload import ModelShape, workload_of
+from shoal.predict.cost import Costs
+from shoal.predict.cost.time.buckets import Wire
+from shoal.predict.simulate import played_seconds
+from shoal.spec.cluster import Cluster
+from shoal.spec.plan import Group, Plan, SettledPlan
+from shoal.spec.workload import ModelShape, workload_of
 
 SHAPE = ModelShape(layers=4, hidden=1024, ffn=4096, heads=16, vocab=8192, seq=512)
 WORKLOAD = workload_of(SHAPE)

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.cluster import Cluster
-from shoal.cost.layout import Layout
-from shoal.cost.time import block_cost
-from shoal.cost.time.compute import operation_seconds, starts_of, waits_for_experts
-from shoal.validate.programs import program_workload
-from shoal.workload import Pass, Product, shape, workload_of
+from shoal.predict.cost.layout import Layout
+from shoal.predict.cost.time import block_cost
+from shoal.predict.cost.time.compute import operation_seconds, starts_of, waits_for_experts
+from shoal.predict.validate.programs import program_workload
+from shoal.spec.cluster import Cluster
+from shoal.spec.workload import Pass, Product, shape, workload_of
 
 NODES = Cluster.preset("dgx-h100", 64)
 MODEL = shape("1b").replace(seq=1024, experts=64, experts_per_token=4, expert_ffn=512)

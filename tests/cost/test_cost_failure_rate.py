@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from shoal.cost.outlook import seconds_between_failures
+from shoal.predict.cost.outlook import seconds_between_failures
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cost import fit_alpha_beta
+from shoal.predict.cost import fit_alpha_beta
 
 STEPS = [1.0, 2.0, 2.0, 6.0, 6.0]
 NBYTES = [1e3, 1e4, 1e5, 1e6, 1e8]

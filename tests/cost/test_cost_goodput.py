@@ -6,9 +6,9 @@ from statistics import fmean
 
 import pytest
 
-from shoal.cluster import Cluster, Device, Level
-from shoal.cost.outlook.long_run import goodput
-from shoal.cost.time.jitter import lognormal_maximum, normal_maximum
+from shoal.predict.cost.outlook.long_run import goodput
+from shoal.predict.cost.time.jitter import lognormal_maximum, normal_maximum
+from shoal.spec.cluster import Cluster, Device, Level
 
 DEVICE = Device(name="d", memory=80e9, bandwidth=3e12, peak={"bf16": 1e15}, units=132)
 

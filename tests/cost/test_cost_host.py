@@ -6,15 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster import Cluster
-from shoal.cost import Costs, Layout, Memories
-from shoal.cost.time import settled_compile, workload_on
-from shoal.cost.time.compute import Stretch, starts_of, waits_of
 from shoal.errors import ClusterError
-from shoal.plan import SettledPlan
-from shoal.simulate import played_parts, played_seconds
-from shoal.validate.programs import Program, program_workload
-from shoal.workload import Pass, shape
+from shoal.predict.cost import Costs, Layout, Memories
+from shoal.predict.cost.time import settled_compile, workload_on
+from shoal.predict.cost.time.compute import Stretch, starts_of, waits_of
+from shoal.predict.simulate import played_parts, played_seconds
+from shoal.predict.validate.programs import Program, program_workload
+from shoal.spec.cluster import Cluster
+from shoal.spec.plan import SettledPlan
+from shoal.spec.workload import Pass, shape
 
 H100 = Cluster.preset("dgx-h100", 1)
 SMALL = shape("125m").replace(seq=1024)

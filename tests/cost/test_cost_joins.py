@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster import Cluster
-from shoal.cost.layout import Layout
-from shoal.cost.time.block import block_cost, joins_of
-from shoal.cost.time.compute import operation_seconds
 from shoal.models import TransformerConfig
-from shoal.workload import ModelShape, Part, Product, workload_of
+from shoal.predict.cost.layout import Layout
+from shoal.predict.cost.time.block import block_cost, joins_of
+from shoal.predict.cost.time.compute import operation_seconds
+from shoal.spec.cluster import Cluster
+from shoal.spec.workload import ModelShape, Part, Product, workload_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "docs"))
 

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.cluster import Cluster, Device, Level, Part, every_device, peak_of_all
-from shoal.cost import Costs, Kinds, Layout, Memories
-from shoal.plan import EQUAL, Mesh, Plan, SettledPlan
-from shoal.plan.choices import AXES, axes_of
-from shoal.plan.stages import Cost, split_by_cost
-from shoal.simulate import played_parts, played_seconds, simulate, traffic_of
-from shoal.workload import ModelShape, workload_of
+from shoal.predict.cost import Costs, Kinds, Layout, Memories
+from shoal.predict.simulate import played_parts, played_seconds, simulate, traffic_of
+from shoal.spec.cluster import Cluster, Device, Level, Part, every_device, peak_of_all
+from shoal.spec.plan import EQUAL, Mesh, Plan, SettledPlan
+from shoal.spec.plan.choices import AXES, axes_of
+from shoal.spec.plan.stages import Cost, split_by_cost
+from shoal.spec.workload import ModelShape, workload_of
 
 WORKLOAD = workload_of(ModelShape(layers=8, hidden=1024, ffn=4096, heads=8, vocab=32000, seq=1024))
 FAST = Device(name="fast", memory=80e9, bandwidth=2e12, peak={"bf16": 3e14, "fp32": 2e13}, units=108)

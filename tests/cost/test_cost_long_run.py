@@ -5,15 +5,15 @@ import random
 
 import pytest
 
-from shoal.cluster import Cluster
-from shoal.cost import Costs
-from shoal.cost.outlook.long_run import long_run
-from shoal.cost.time import straggler_share
-from shoal.cost.time.jitter import lognormal_maximum
 from shoal.errors import ClusterError, ConfigError
-from shoal.plan import Plan, SettledPlan
-from shoal.simulate import played_parts, played_seconds
-from shoal.workload import shape, workload_of
+from shoal.predict.cost import Costs
+from shoal.predict.cost.outlook.long_run import long_run
+from shoal.predict.cost.time import straggler_share
+from shoal.predict.cost.time.jitter import lognormal_maximum
+from shoal.predict.simulate import played_parts, played_seconds
+from shoal.spec.cluster import Cluster
+from shoal.spec.plan import Plan, SettledPlan
+from shoal.spec.workload import shape, workload_of
 
 CLUSTER = Cluster.parse("dgx-h100:64")
 MODEL = workload_of(shape("llama3-70b"))

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.cluster import Cluster, Device, Level
-from shoal.cost.layout import Layout
-from shoal.cost.memory.activations import block_memory, every_second_product
-from shoal.cost.memory.memory import Memories, activation_peaks, memory_of, state_bytes
-from shoal.cost.memory.smallest_fit import smallest_fit, too_large
 from shoal.errors import PlanError
-from shoal.plan import SHARDINGS, Plan, SettledPlan
-from shoal.plan.schedules import NAMES, Work, make
-from shoal.workload import (
+from shoal.predict.cost.layout import Layout
+from shoal.predict.cost.memory.activations import block_memory, every_second_product
+from shoal.predict.cost.memory.memory import Memories, activation_peaks, memory_of, state_bytes
+from shoal.predict.cost.memory.smallest_fit import smallest_fit, too_large
+from shoal.spec.cluster import Cluster, Device, Level
+from shoal.spec.plan import SHARDINGS, Plan, SettledPlan
+from shoal.spec.plan.schedules import NAMES, Work, make
+from shoal.spec.workload import (
     Block,
     Keep,
     ModelShape,

@@ -24,14 +24,14 @@ from machines import (
     two_levels,
 )
 
-from shoal.cluster import Cluster
-from shoal.cost.collectives.crossings import message_seconds
-from shoal.cost.collectives.network import (
+from shoal.predict.cost.collectives.crossings import message_seconds
+from shoal.predict.cost.collectives.network import (
     algorithm_seconds,
     collective_load,
     collective_seconds,
 )
-from shoal.plan import Boundary, Group
+from shoal.spec.cluster import Cluster
+from shoal.spec.plan import Boundary, Group
 
 NEXT = Boundary(0, 1, Group(1))  # a message to the next rank
 CHUNKS = 1e-5  # relative: the least over numbers of chunks that are 0.2 % apart, at which it is flat

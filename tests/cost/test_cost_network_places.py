@@ -23,9 +23,9 @@ from machines import (
     two_levels,
 )
 
-from shoal.cluster import Cluster
-from shoal.cost.collectives.network import algorithm_seconds, collective_seconds
-from shoal.plan import Group
+from shoal.predict.cost.collectives.network import algorithm_seconds, collective_seconds
+from shoal.spec.cluster import Cluster
+from shoal.spec.plan import Group
 
 
 def test_a_group_that_straddles_nodes_is_as_slow_as_the_instance_with_fewest_interfaces():

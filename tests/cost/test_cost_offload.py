@@ -4,16 +4,16 @@ import dataclasses
 
 import pytest
 
-from shoal.cluster import Cluster, Host
-from shoal.cost.layout import Layout
-from shoal.cost.memory import by_piece
-from shoal.cost.memory.activations import kept_bytes
-from shoal.cost.memory.memory import Memories, memory_of
-from shoal.cost.time.offload import MOVED_RATE, staging_bytes
-from shoal.cost.time.step import Costs
 from shoal.errors import ClusterError
-from shoal.plan import SettledPlan
-from shoal.workload import ModelShape, shape, workload_of
+from shoal.predict.cost.layout import Layout
+from shoal.predict.cost.memory import by_piece
+from shoal.predict.cost.memory.activations import kept_bytes
+from shoal.predict.cost.memory.memory import Memories, memory_of
+from shoal.predict.cost.time.offload import MOVED_RATE, staging_bytes
+from shoal.predict.cost.time.step import Costs
+from shoal.spec.cluster import Cluster, Host
+from shoal.spec.plan import SettledPlan
+from shoal.spec.workload import ModelShape, shape, workload_of
 
 WORKLOAD = workload_of(shape("llama3-8b"))
 HOST = Host(name="h", devices=8, memory=2e12, bandwidth=4e11, share=0.5, file_bandwidth=8e9)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster import Device
-from shoal.cost.time.compute import joined, product_seconds
+from shoal.predict.cost.time.compute import joined, product_seconds
+from shoal.spec.cluster import Device
 
 NAMES = ("a100-80", "h100", "b200", "mi300x", "rtx-4090", "cpu")
 DEVICES = st.sampled_from([Device.preset(name) for name in NAMES])

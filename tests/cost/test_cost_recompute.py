@@ -2,13 +2,13 @@
 
 import pytest
 
-from shoal.cluster import Cluster
-from shoal.cost import Costs, Memories
-from shoal.cost.layout import Layout
-from shoal.cost.memory.activations import kept_bytes
-from shoal.plan import SettledPlan
-from shoal.simulate import simulate
-from shoal.workload import ModelShape, workload_of
+from shoal.predict.cost import Costs, Memories
+from shoal.predict.cost.layout import Layout
+from shoal.predict.cost.memory.activations import kept_bytes
+from shoal.predict.simulate import simulate
+from shoal.spec.cluster import Cluster
+from shoal.spec.plan import SettledPlan
+from shoal.spec.workload import ModelShape, workload_of
 
 WORKLOAD = workload_of(ModelShape(layers=8, hidden=512, ffn=2048, heads=8, vocab=1024, seq=256))
 CLUSTER = Cluster.preset("laptop", 4)

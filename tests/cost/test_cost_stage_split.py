@@ -6,15 +6,15 @@ import json
 import pytest
 
 from shoal.cli.main import main
-from shoal.cluster import Cluster, limited
-from shoal.cost import Costs, Memories, settle_split
-from shoal.cost.time import workload_on
 from shoal.models import preset, preset_names
-from shoal.plan import Plan, SettledPlan
-from shoal.simulate import played_seconds, simulate
+from shoal.predict.cost import Costs, Memories, settle_split
+from shoal.predict.cost.time import workload_on
+from shoal.predict.simulate import played_seconds, simulate
+from shoal.spec.cluster import Cluster, limited
+from shoal.spec.plan import Plan, SettledPlan
+from shoal.spec.workload import shape
 from shoal.train import TrainConfig
 from shoal.train.job import resolve
-from shoal.workload import shape
 
 CASES = [
     (name, pp)

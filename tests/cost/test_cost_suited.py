@@ -1,8 +1,8 @@
 """Models as the devices of a Cluster do them."""
 
-from shoal.cluster import Cluster
-from shoal.cost.time.step import workload_on
-from shoal.workload import ModelShape, compilable_workload_of, from_json, to_json, workload_of
+from shoal.predict.cost.time.step import workload_on
+from shoal.spec.cluster import Cluster
+from shoal.spec.workload import ModelShape, compilable_workload_of, from_json, to_json, workload_of
 
 SHAPE = ModelShape(layers=2, hidden=64, ffn=128, heads=4, vocab=64, seq=32)
 

@@ -5,12 +5,12 @@ from statistics import fmean
 
 import pytest
 
-from shoal.cluster import Cluster
-from shoal.cost.time.block import behind_the_mean, seconds_late
-from shoal.cost.time.step import Costs
-from shoal.plan import SettledPlan
-from shoal.simulate import simulate
-from shoal.workload import ModelShape, workload_of
+from shoal.predict.cost.time.block import behind_the_mean, seconds_late
+from shoal.predict.cost.time.step import Costs
+from shoal.predict.simulate import simulate
+from shoal.spec.cluster import Cluster
+from shoal.spec.plan import SettledPlan
+from shoal.spec.workload import ModelShape, workload_of
 
 MODEL = workload_of(ModelShape(layers=4, hidden=64, ffn=256, heads=4, vocab=64, seq=64))
 STEADY = Cluster.preset("laptop").with_devices(4)

@@ -11,7 +11,7 @@ import torch
 
 from shoal.data import Loader, MapSamples, Prefetcher, open_feed
 from shoal.errors import DataError
-from shoal.plan import Shares
+from shoal.spec.plan import Shares
 
 PLACE = (0, 1, 2, 2)  # position, rank, ranks, micro-batch
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from shoal.data import Loader, order
 from shoal.errors import ConfigError, DataError, PlanError
-from shoal.plan import Shares
+from shoal.spec.plan import Shares
 
 
 class IndexSamples:

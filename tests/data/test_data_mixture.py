@@ -8,7 +8,7 @@ from run_stand_ins import train
 from shoal.cli.main import main
 from shoal.data import DataConfig, Loader, MixedSamples, Packed, PackedSamples, TokenSamples, prepare
 from shoal.errors import DataError
-from shoal.run import Run
+from shoal.spec.run import Run
 from shoal.train.config import load_config
 
 

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from shoal.diagnosis import Cause, verdict
-from shoal.timeline import Kind, Lane, Purpose, Span, Timeline
+from shoal.analyze.diagnosis import Cause, verdict
+from shoal.spec.timeline import Kind, Lane, Purpose, Span, Timeline
 
 STEPS = 42
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from shoal.cluster import Cluster
-from shoal.diagnosis import Cause, told_by, verdict
-from shoal.run import Run
-from shoal.simulate import Prediction
+from shoal.analyze.diagnosis import Cause, told_by, verdict
+from shoal.predict.simulate import Prediction
+from shoal.spec.cluster import Cluster
+from shoal.spec.run import Run
 from shoal.testing.delays import Jitter, Layout, delayed_timeline
 
 

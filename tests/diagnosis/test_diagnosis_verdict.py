@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 import shoal
-from shoal.diagnosis import Bottleneck, Cause, Pattern, Policy, verdict
-from shoal.diagnosis.own_work import PHASES, autocorrelation, best_period, errors_from_zero
-from shoal.simulate import mark_bubbles
+from shoal.analyze.diagnosis import Bottleneck, Cause, Pattern, Policy, verdict
+from shoal.analyze.diagnosis.own_work import PHASES, autocorrelation, best_period, errors_from_zero
+from shoal.predict.simulate import mark_bubbles
+from shoal.spec.timeline import Kind, Lane, Span, Timeline
 from shoal.testing.delays import Delay, Jitter, Layout, delayed_timeline
-from shoal.timeline import Kind, Lane, Span, Timeline
 
 STEPS = 34
 LAYOUTS = {"dp": Layout(2), "dp x tp": Layout(2, 2), "dp x pp": Layout(2, 1, 2)}

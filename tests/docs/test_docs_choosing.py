@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "docs"))
 import choosing
 from choosing import best, only_data, quickest_sharded, with_network, work
 
-from shoal.cluster import Cluster
+from shoal.spec.cluster import Cluster
 
 H100 = Cluster.preset("dgx-h100", 64)
 

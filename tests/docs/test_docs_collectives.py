@@ -17,14 +17,14 @@ from shoal.collectives import Options
 from shoal.collectives.codes import COLLECTIVE_NUMBERS
 from shoal.collectives.core import Call
 from shoal.collectives.operation import describe_call, first_difference
-from shoal.cost import ALGORITHMS, LEVELS
+from shoal.predict.cost import ALGORITHMS, LEVELS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
 
 from drawn.collectives import pictures  # noqa: E402
 
-from shoal.cost.collectives.played import (  # noqa: E402
+from shoal.predict.cost.collectives.played import (  # noqa: E402
     PLAYED,
     chain,
     hierarchical,

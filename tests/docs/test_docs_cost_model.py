@@ -2,15 +2,15 @@
 
 import pytest
 
-from shoal.cluster import Cluster, Level
-from shoal.cost.collectives.network import collective_load, collective_seconds
-from shoal.cost.layout import Layout
-from shoal.cost.time.compute import pass_seconds
-from shoal.cost.time.step import Costs
-from shoal.plan import SettledPlan
-from shoal.plan.group import Group
-from shoal.simulate import played_seconds
-from shoal.workload import shape, workload_of
+from shoal.predict.cost.collectives.network import collective_load, collective_seconds
+from shoal.predict.cost.layout import Layout
+from shoal.predict.cost.time.compute import pass_seconds
+from shoal.predict.cost.time.step import Costs
+from shoal.predict.simulate import played_seconds
+from shoal.spec.cluster import Cluster, Level
+from shoal.spec.plan import SettledPlan
+from shoal.spec.plan.group import Group
+from shoal.spec.workload import shape, workload_of
 
 WORKLOAD = workload_of(shape("llama2-7b"))
 BATCH = 512

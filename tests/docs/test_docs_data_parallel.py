@@ -12,9 +12,9 @@ from torch._subclasses import FakeTensor
 from torch.distributed.tensor import DTensor
 
 from shoal.parallel import parallelize
-from shoal.plan import SHARDINGS, Plan
 from shoal.record import NullRecorder, SpanRecorder
-from shoal.timeline import Kind, Timeline
+from shoal.spec.plan import SHARDINGS, Plan
+from shoal.spec.timeline import Kind, Timeline
 
 WIDTH, BLOCKS, MICROBATCHES = 128, 4, 2
 ONE = WIDTH * WIDTH

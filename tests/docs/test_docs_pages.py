@@ -9,7 +9,7 @@ import pytest
 
 import shoal
 import shoal.errors
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 from shoal.train import load_config
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -79,7 +79,7 @@ def test_every_key_setting_layer_and_example_is_on_a_page():
         "the zoo",
         "what a rank sends",
         *(f"choosing: {name}" for name in generate.CHOOSING),
-        *(f"model of shoal.cost.{name}" for name in generate.MODELLED),
+        *(f"model of shoal.predict.cost.{name}" for name in generate.MODELLED),
     }
     assert set(parts) == {*tables, *examples, *api}
     names = [name for part in api for name in part.split()[1:]]

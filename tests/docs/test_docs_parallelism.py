@@ -12,7 +12,7 @@ from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.parallel import parallelize
 from shoal.record import Recorder
 from shoal.record.recorder import OpenSpan
-from shoal.timeline import Kind
+from shoal.spec.timeline import Kind
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "docs"))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from pattern_stand_ins import PROGRAMS, run
 
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 PAGE = Path(__file__).parents[2] / "docs/guides/patterns.md"
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shoal.plan import Mesh
-from shoal.plan.schedules import NAMES as SCHEDULES
-from shoal.plan.schedules.draw import caption
+from shoal.spec.plan import Mesh
+from shoal.spec.plan.schedules import NAMES as SCHEDULES
+from shoal.spec.plan.schedules.draw import caption
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "docs"))

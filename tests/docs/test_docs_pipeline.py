@@ -10,10 +10,10 @@ import torch
 
 from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.parallel import parallelize
-from shoal.plan.schedules import NAMES, Times, kind_of, make, play
 from shoal.record import Recorder
 from shoal.record.recorder import OpenSpan
-from shoal.timeline import Kind
+from shoal.spec.plan.schedules import NAMES, Times, kind_of, make, play
+from shoal.spec.timeline import Kind
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGE = (ROOT / "docs" / "concepts" / "pipeline.md").read_text()

@@ -12,8 +12,8 @@ import pytest
 from recorded_nodes import GPUS, SECONDS, WORDS, Node
 
 from shoal.cli.main import main
-from shoal.doctor import Finding, HostReport, LiveMachine, Verdict, across_hosts, examine_quickly
-from shoal.doctor.machine import Machine, RecordedMachine, Space
+from shoal.machine.doctor import Finding, HostReport, LiveMachine, Verdict, across_hosts, examine_quickly
+from shoal.machine.doctor.machine import Machine, RecordedMachine, Space
 
 LOG_RDMA = """\
 node1:924:1152 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/IB [RO]; OOB eth0:10.0.0.1<0>

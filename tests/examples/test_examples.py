@@ -14,8 +14,8 @@ from script_ranks import run_on_ranks
 from torch.distributed.run import main as torchrun
 
 from shoal.cli.main import main as shoal
-from shoal.cluster import Cluster
-from shoal.run import Run
+from shoal.spec.cluster import Cluster
+from shoal.spec.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXAMPLES = ROOT / "examples"

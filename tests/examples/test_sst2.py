@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from run_stand_ins import train
 
-from shoal.cost import AlphaBeta
-from shoal.run import Run
-from shoal.timeline import Timeline
+from shoal.predict.cost import AlphaBeta
+from shoal.spec.run import Run
+from shoal.spec.timeline import Timeline
 
 pytest.importorskip("transformers")
 

@@ -10,7 +10,7 @@ import pytest
 from shoal.checkpoint import checkpoints, step_of
 from shoal.errors import ConfigError
 from shoal.fleet import Host, Policy, Work, start_program, train_on
-from shoal.run import Run
+from shoal.spec.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NOTES = """

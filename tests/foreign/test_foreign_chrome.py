@@ -7,10 +7,10 @@ import tracemalloc
 import pytest
 import torch
 
+from shoal.analyze.foreign import read_foreign
+from shoal.analyze.foreign.chrome import events_of
 from shoal.errors import RunError
-from shoal.foreign import read_foreign
-from shoal.foreign.chrome import events_of
-from shoal.timeline import Kind, explain
+from shoal.spec.timeline import Kind, explain
 
 MS = 1e-3
 

@@ -4,15 +4,15 @@ import csv
 
 import pytest
 
+from shoal.analyze.diagnosis import Cause, verdict
+from shoal.analyze.diagnosis.own_work import PHASES
+from shoal.analyze.foreign import is_foreign, read_foreign, table
+from shoal.analyze.replay import what_if
 from shoal.cli.main import main
-from shoal.diagnosis import Cause, verdict
-from shoal.diagnosis.own_work import PHASES
 from shoal.errors import RunError
-from shoal.foreign import is_foreign, read_foreign, table
-from shoal.replay import what_if
-from shoal.simulate import mark_bubbles
+from shoal.predict.simulate import mark_bubbles
+from shoal.spec.timeline import Kind
 from shoal.testing.delays import Delay, Jitter, Layout, delayed_timeline
-from shoal.timeline import Kind
 
 LAYOUT = Layout(2, 1, 2)
 STEADY = Jitter([[dict.fromkeys(PHASES, 1.0)]])

@@ -25,7 +25,7 @@ _BATCH = 64
 
 def plan(data: bytes) -> None:
     """The text of a Plan."""
-    from shoal.plan import Plan, SettledPlan
+    from shoal.spec.plan import Plan, SettledPlan
 
     read = Plan.parse(data.decode(errors="replace"))
     assert Plan.parse(str(read)) == read
@@ -50,7 +50,7 @@ def manifest(data: bytes) -> None:
 
 def timeline(data: bytes) -> None:
     """A rank's file of a timeline, and the breakdown of its steps."""
-    from shoal.timeline import Timeline, explain
+    from shoal.spec.timeline import Timeline, explain
 
     with _written(data, "rank-00000.jsonl") as path:
         read = Timeline.read(path.parent)
@@ -59,7 +59,7 @@ def timeline(data: bytes) -> None:
 
 def clocks(data: bytes) -> None:
     """The file of a host's clock beside a timeline of that host."""
-    from shoal.timeline import Timeline
+    from shoal.spec.timeline import Timeline
 
     head = {"timeline": 1, "rank": 0, "host": "b", "origin_unix_ns": 10**18, "origin_monotonic_ns": 5}
     span = {"kind": "step", "lane": "compute", "name": "1", "start": 0.5, "duration": 1.0}
@@ -70,7 +70,7 @@ def clocks(data: bytes) -> None:
 
 def metrics(data: bytes) -> None:
     """The metrics of a run."""
-    from shoal.run import read_metrics
+    from shoal.spec.run import read_metrics
 
     with _written(data, "metrics.jsonl") as path:
         read_metrics(path)
@@ -78,7 +78,7 @@ def metrics(data: bytes) -> None:
 
 def run(data: bytes) -> None:
     """run.json."""
-    from shoal.run import Run
+    from shoal.spec.run import Run
 
     with _written(data, "run.json") as path:
         assert isinstance(Run.open(path.parent).description, dict)
@@ -95,7 +95,7 @@ def configuration(data: bytes) -> None:
 
 def cluster(data: bytes) -> None:
     """A description of machines."""
-    from shoal.cluster import Cluster
+    from shoal.spec.cluster import Cluster
 
     with _written(data, "machines.toml") as path:
         read = Cluster.read(path)
@@ -116,7 +116,7 @@ def values(data: bytes) -> None:
 
 def workload(data: bytes) -> None:
     """A traced model."""
-    from shoal.workload.workload import from_json, to_json
+    from shoal.spec.workload.workload import from_json, to_json
 
     read = from_json(data.decode(errors="replace"))
     assert from_json(to_json(read)) == read

@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from shoal.analyze.hang import LEDGERS
 from shoal.collectives import Options, watch_hangs
 from shoal.errors import CollectiveError
-from shoal.hang import LEDGERS
 
 TIMEOUT = 2.5
 PATIENCE = 40.0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.hang import Ledger, ledger_folder
+from shoal.analyze.hang import Ledger, ledger_folder
 
 LONG_AGO = (1, 1)
 NOBODY = 2**22 + 1  # a number that no process has
@@ -18,7 +18,7 @@ NOBODY = 2**22 + 1  # a number that no process has
 LIVING = f"""
 import os, sys
 from pathlib import Path
-from shoal.hang import Ledger
+from shoal.analyze.hang import Ledger
 os.getpid = lambda: {NOBODY}  # as in another PID namespace
 ledger = Ledger(Path(sys.argv[1]), 0, 0)
 stacks = ledger.open_stacks()

@@ -6,7 +6,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from shoal.hang.process import native_stacks
+from shoal.analyze.hang.process import native_stacks
 
 DEBUGGER = """#!/bin/sh
 kill -STOP "$2"

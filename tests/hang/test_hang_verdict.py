@@ -17,8 +17,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cli.main import main
-from shoal.hang import (
+from shoal.analyze.hang import (
     DTYPES,
     NAMES,
     Call,
@@ -31,9 +30,10 @@ from shoal.hang import (
     judge,
     read_states,
 )
-from shoal.hang.ledger import SLOTS, Pages
-from shoal.hang.process import Process, place_of
-from shoal.hang.verdict import ranks_text
+from shoal.analyze.hang.ledger import SLOTS, Pages
+from shoal.analyze.hang.process import Process, place_of
+from shoal.analyze.hang.verdict import ranks_text
+from shoal.cli.main import main
 from shoal.testing import RankPool
 
 
@@ -300,5 +300,5 @@ def test_a_hostile_dump_is_refused(
 
 
 def test_an_import_of_the_package_needs_no_torch() -> None:
-    code = "import sys, shoal.hang, shoal.doctor; sys.exit('torch' in sys.modules)"
+    code = "import sys, shoal.analyze.hang, shoal.machine.doctor; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

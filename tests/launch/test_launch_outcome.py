@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.analyze.hang import Cause, HangVerdict
 from shoal.checkpoint import ProcessGroupCoordinator
 from shoal.errors import CommunicationError, CorruptCheckpointError, PlanError, TrainingError
-from shoal.hang import Cause, HangVerdict
 from shoal.launch import Outcome, root_cause
 
 KILL, TERM, SEGV, ABRT = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV, -signal.SIGABRT

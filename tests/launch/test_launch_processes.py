@@ -15,7 +15,7 @@ from shoal.checkpoint import SingleProcess, checkpoints, step_of, verify
 from shoal.launch import EXIT_STOPPED
 from shoal.launch.local_ranks import LocalRanks
 from shoal.proc import process_state
-from shoal.run import Run
+from shoal.spec.run import Run
 
 ENDLESS = ("--set", "steps=1000000", "--set", "validation.every=0", "--set", "checkpoint.every=0")
 

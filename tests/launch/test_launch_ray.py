@@ -11,7 +11,7 @@ from launch_stand_ins import Program, shoal, steps_made
 
 from shoal.checkpoint import checkpoints
 from shoal.launch import EXIT_STOPPED
-from shoal.run import Run
+from shoal.spec.run import Run
 
 pytest.importorskip("ray")
 pytestmark = pytest.mark.long

@@ -9,7 +9,7 @@ import time
 import pytest
 from launch_stand_ins import Program, shoal, steps_made
 
-from shoal.run import Run
+from shoal.spec.run import Run
 
 PLANS = {
     "in step": ("dp=4,replicate=2,shard=zero2", None),

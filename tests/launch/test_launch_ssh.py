@@ -15,7 +15,7 @@ from ssh_stand_ins import SshServer, why_no_ssh
 
 from shoal.checkpoint import checkpoints, step_of
 from shoal.launch import EXIT_STOPPED
-from shoal.run import Run
+from shoal.spec.run import Run
 from shoal.testing.hosts import Hosts, why_no_hosts
 
 pytestmark = pytest.mark.skipif(bool(why_no_ssh()), reason=why_no_ssh() or "there is ssh")

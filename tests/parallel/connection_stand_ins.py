@@ -18,8 +18,8 @@ from shoal.collectives.operation import Operation
 from shoal.errors import CommunicationError
 from shoal.parallel import Axes, axes, communication
 from shoal.parallel.communication import Connections, Pending
-from shoal.plan import Plan
 from shoal.record import NullRecorder
+from shoal.spec.plan import Plan
 
 
 class ConnectsLate(ProcessGroup):

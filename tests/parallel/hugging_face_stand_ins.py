@@ -7,7 +7,7 @@ from torch import nn
 
 from shoal.models import next_token_loss
 from shoal.parallel import parallelize
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 transformers = pytest.importorskip("transformers")
 

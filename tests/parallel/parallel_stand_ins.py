@@ -9,7 +9,7 @@ from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.parallel import parallelize
 from shoal.record import Recorder
 from shoal.record.recorder import OpenSpan
-from shoal.timeline import Kind
+from shoal.spec.timeline import Kind
 
 SHARDS = ["none", "zero1", "zero2", "zero3", "zero3-once"]
 SHAPE = TransformerConfig(vocab_size=64, layers=3, hidden=32, heads=4, kv_heads=2, ffn=48, seq=16)

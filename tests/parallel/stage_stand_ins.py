@@ -6,7 +6,7 @@ from torch import nn
 from shoal.models import next_token_loss
 from shoal.parallel.pipeline.stage_layout import StageLayout, stages_of
 from shoal.parallel.pipeline.stages import take_stages
-from shoal.plan.stages import ranges_of
+from shoal.spec.plan.stages import ranges_of
 
 TOKENS = torch.randint(61, (2, 13), generator=torch.Generator().manual_seed(1))
 ONE_EACH = [[0], [1], [2], [3]]

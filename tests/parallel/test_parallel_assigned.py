@@ -5,7 +5,7 @@ import torch
 
 from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.parallel import parallelize
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 SHAPE = TransformerConfig(
     vocab_size=32, layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, seq=16, experts=4, expert_ffn=16

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from shoal.errors import TrainingError
 from shoal.models import Transformer, TransformerConfig, logits_of, next_token_loss, set_auxiliary_scale
 from shoal.parallel import parallelize
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 SHAPE = TransformerConfig(
     vocab_size=32,

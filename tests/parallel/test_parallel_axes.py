@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 
 from shoal.parallel import Axes, communication
-from shoal.plan import Plan
-from shoal.plan.schedules import Action, Payload, Receive, Send, Step, Times, Work, transfers
 from shoal.record import NullRecorder
+from shoal.spec.plan import Plan
+from shoal.spec.plan.schedules import Action, Payload, Receive, Send, Step, Times, Work, transfers
 from shoal.testing import RankPool
 
 DEVICE = torch.device("meta")

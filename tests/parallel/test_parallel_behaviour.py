@@ -18,7 +18,7 @@ from shoal.errors import LayoutError, ModelError, PlanError, TrainingError
 from shoal.models import Transformer, next_token_loss
 from shoal.parallel import parallelize
 from shoal.parallel.micro_batches import require_padded
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 # -- gradients -------------------------------------------------------------------------------------------
 

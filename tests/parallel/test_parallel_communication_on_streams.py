@@ -13,7 +13,7 @@ from device_stand_ins import SimulatedDevice
 
 from shoal.parallel import Axis
 from shoal.record import DeviceRecorder
-from shoal.timeline import Kind, Lane, Purpose, Timeline, explain
+from shoal.spec.timeline import Kind, Lane, Purpose, Timeline, explain
 
 US = 1e-6
 EXACT = 15 * US

@@ -10,7 +10,7 @@ from torch import nn
 
 from shoal.models import Transformer, TransformerConfig, next_token_loss, token_keys
 from shoal.parallel import compiled, parallelize
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 
 class Model(nn.Module):

@@ -7,7 +7,7 @@ from parallel_stand_ins import assert_same_training, owned_parts
 from shoal.errors import PlanError
 from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.parallel import Split, TensorLayout, parallelize
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 STEPS, BATCH, SEQ = 3, 4, 16
 SHAPE = {

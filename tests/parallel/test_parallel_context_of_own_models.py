@@ -11,7 +11,7 @@ from shoal.models import next_token_loss
 from shoal.models.attention import causal_attention
 from shoal.models.transformer import positions_from_zero
 from shoal.parallel import parallelize
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 VOCABULARY, WIDTH, HEADS, SEQ, STEPS = 61, 32, 4, 16, 3
 

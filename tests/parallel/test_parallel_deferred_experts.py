@@ -12,7 +12,7 @@ from shoal.models.expert_products import Runs
 from shoal.parallel import parallelize
 from shoal.parallel.compiled import compile_blocks
 from shoal.parallel.pipeline.deferred import Deferral, deferred_experts, put_off_products, split_backward
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 SHAPE = TransformerConfig(
     vocab_size=61,

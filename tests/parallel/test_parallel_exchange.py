@@ -12,7 +12,7 @@ from torch import nn
 from shoal.collectives.values import broadcast_value
 from shoal.parallel import LocalUpdates, Outer, outer_settings, parallelize
 from shoal.parallel.exchange.merges import Rounds
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 WORKERS, STEPS, RATE = 4, 5, 0.1
 SHAPE = (64, 100)  # two chunks, seven blocks

@@ -12,8 +12,8 @@ from shoal.models import Mixture, Transformer, TransformerConfig, auxiliary_loss
 from shoal.parallel import parallelize
 from shoal.parallel.communication import Axis
 from shoal.parallel.expert.expert import cut_experts, expert_parallel
-from shoal.plan import Plan
 from shoal.record import NullRecorder
+from shoal.spec.plan import Plan
 
 SHAPE = {
     "vocab_size": 61,

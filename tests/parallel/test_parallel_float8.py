@@ -14,7 +14,7 @@ from shoal.errors import PlanError
 from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.parallel import parallelize
 from shoal.parallel.precision import use_float8
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 SHAPE = TransformerConfig(vocab_size=61, layers=2, hidden=64, heads=4, kv_heads=2, ffn=96, seq=16)
 

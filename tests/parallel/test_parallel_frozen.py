@@ -9,7 +9,7 @@ from shoal.checkpoint import ProcessGroupCoordinator, SingleProcess, load, save
 from shoal.errors import ModelError
 from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.parallel import parallelize
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 from shoal.train.state import fixed_pieces, pieces_to_load, pieces_to_save
 
 STEPS, BATCH, SEQ = 3, 4, 16

@@ -12,7 +12,7 @@ import shoal
 from shoal.errors import LayoutError, ModelError
 from shoal.models import next_token_loss
 from shoal.parallel import parallelize
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 LAYOUTS = [
     "dp=2", "dp=2,shard=zero1", "dp=2,shard=zero2", "dp=2,shard=zero3", "dp=2,shard=zero3-once", "cp=2",

@@ -5,7 +5,7 @@ import pytest
 from golden_stand_ins import RATE, local_reference, local_trainings, trained_reference, trainings
 from reference_codecs import split_mix
 
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 KINDS = [
     "int8", "int4", "fp8", "sign", "topk:64", "topk:16:2bit", "random:8", "threshold:2", "powersgd:3",

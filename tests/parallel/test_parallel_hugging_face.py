@@ -10,7 +10,7 @@ from shoal.models import logits_of
 from shoal.models.tiny_hugging_face import small_configuration
 from shoal.parallel import parallelize, require_layout
 from shoal.parallel.hugging_face.layout import has_tensor_plan, layout_of_hugging_face
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 
 @pytest.fixture(scope="module")

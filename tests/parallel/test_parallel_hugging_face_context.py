@@ -6,7 +6,7 @@ from hugging_face_stand_ins import SEQ, Alone, build, check
 
 from shoal.errors import ModelError, PlanError
 from shoal.parallel import parallelize, require_layout
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 ROBERTA = {
     "is_decoder": True,

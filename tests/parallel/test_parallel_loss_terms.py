@@ -9,7 +9,7 @@ from parallel_stand_ins import tokens, transformer
 from shoal.errors import LayoutError, WorkerError
 from shoal.models import next_token_loss
 from shoal.parallel import parallelize
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 
 def gradients(plan, terms, owned=False):

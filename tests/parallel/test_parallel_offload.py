@@ -25,9 +25,9 @@ from shoal.parallel import OffloadedOptimizer, parallelize
 from shoal.parallel.offload.offloaded_optimizer import packs_of
 from shoal.parallel.offload.storage import StateFile, Storage, aligned_buffer
 from shoal.parallel.owned import ALIGNMENT
-from shoal.plan import GRANULE, Plan, Tiers
 from shoal.record import SpanRecorder
-from shoal.timeline import Kind, Timeline
+from shoal.spec.plan import GRANULE, Plan, Tiers
+from shoal.spec.timeline import Kind, Timeline
 
 RESIDENT = ["dp=1", "dp=1,microbatch=2,precision=bf16", "dp=2,shard=zero1", "dp=2,shard=zero2,microbatch=2"]
 CUT = [

@@ -23,7 +23,7 @@ from torch import nn
 
 from shoal.parallel import LocalUpdates, Outer, parallelize
 from shoal.parallel.exchange.stability import contraction, measured_contraction
-from shoal.plan import Compression
+from shoal.spec.plan import Compression
 
 SIDE = 8  # of a matrix of unknowns
 UNKNOWNS = SIDE * SIDE

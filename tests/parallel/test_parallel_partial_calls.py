@@ -10,7 +10,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, clip_grads_with_no
 from shoal.errors import LayoutError
 from shoal.models import build, next_token_loss
 from shoal.parallel import parallelize
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 from shoal.testing import run_ranks
 
 LIMIT, MOST = 0.05, 1e-3

@@ -10,8 +10,8 @@ from torch import nn
 from shoal.errors import ModelError, PlanError, TrainingError
 from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.parallel import parallelize
-from shoal.plan import Plan, SettledPlan
-from shoal.plan.schedules import NAMES
+from shoal.spec.plan import Plan, SettledPlan
+from shoal.spec.plan.schedules import NAMES
 
 STEPS, BATCH, SEQ = 2, 8, 16
 SHAPE = {

@@ -9,7 +9,7 @@ from torch import nn
 from shoal.errors import ModelError
 from shoal.models import next_token_loss
 from shoal.parallel import StageLayout, parallelize, require_layout
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 
 def train(make, plan, *arguments):

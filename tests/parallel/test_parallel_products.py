@@ -11,8 +11,8 @@ from shoal.models import next_token_loss
 from shoal.parallel import Axis, parallelize
 from shoal.parallel.compiled import compile_blocks
 from shoal.parallel.tensor.products import column_products, row_product
-from shoal.plan import Plan
 from shoal.record import NullRecorder
+from shoal.spec.plan import Plan
 
 SEQ, WIDTH, OUTS = 8, 24, (16, 8, 32)  # multiples of 4 ranks
 

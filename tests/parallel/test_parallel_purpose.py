@@ -8,7 +8,7 @@ from parallel_stand_ins import SHAPE, ClosedSpan, one_step, tokens
 from shoal.models import Transformer
 from shoal.parallel import parallelize
 from shoal.record import Recorder
-from shoal.timeline import Kind
+from shoal.spec.timeline import Kind
 
 
 class PurposeRecorder(Recorder):

@@ -14,8 +14,8 @@ from torch import nn
 from shoal.models import Transformer, TransformerConfig
 from shoal.parallel.compiled import compile_blocks
 from shoal.parallel.plain_state import StatesBefore
-from shoal.plan import Plan, block_choices
-from shoal.plan.choices import Recompute
+from shoal.spec.plan import Plan, block_choices
+from shoal.spec.plan.choices import Recompute
 
 
 @pytest.mark.parametrize(

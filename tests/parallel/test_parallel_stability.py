@@ -13,7 +13,7 @@ from shoal.parallel.exchange.stability import (
     measured_contraction,
     most_stable_step,
 )
-from shoal.plan import Compression
+from shoal.spec.plan import Compression
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 5, 16])

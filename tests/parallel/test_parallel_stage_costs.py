@@ -11,7 +11,7 @@ from shoal.parallel.pipeline import pieces as module
 from shoal.parallel.pipeline.pieces import computed_costs, measured_costs
 from shoal.parallel.pipeline.stage_layout import StageLayout, stages_of
 from shoal.parallel.pipeline.stages import take_stages
-from shoal.plan.stages import Cost, split_by_cost
+from shoal.spec.plan.stages import Cost, split_by_cost
 
 SHAPE = {"vocab_size": 61, "layers": 4, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "seq": 12}
 TOKENS = torch.randint(61, (2, 13), generator=torch.Generator().manual_seed(1))

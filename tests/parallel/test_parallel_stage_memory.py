@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.cluster import Cluster
-from shoal.cost.time import workload_on
 from shoal.errors import PlanError
 from shoal.models import Transformer, TransformerConfig, next_token_loss, preset
 from shoal.parallel import Batch, apply, local_part, parallelize, place
 from shoal.parallel.pipeline.pieces import Room, computed_costs, cut_pieces, with_memory
 from shoal.parallel.pipeline.stage_layout import stages_of
-from shoal.plan import Plan
-from shoal.simulate import simulate
-from shoal.workload import shape
+from shoal.predict.cost.time import workload_on
+from shoal.predict.simulate import simulate
+from shoal.spec.cluster import Cluster
+from shoal.spec.plan import Plan
+from shoal.spec.workload import shape
 
 SEQ, MICROBATCH = 32, 2
 SHAPE = TransformerConfig(vocab_size=96, layers=6, hidden=32, heads=4, kv_heads=4, ffn=64, seq=SEQ)

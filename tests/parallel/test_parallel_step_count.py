@@ -8,7 +8,7 @@ import shoal
 from shoal.errors import TrainingError
 from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.parallel import parallelize
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 SHAPE = TransformerConfig(vocab_size=32, layers=2, hidden=16, heads=2, kv_heads=2, ffn=16, seq=8)
 TOKENS = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(1))

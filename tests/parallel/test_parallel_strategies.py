@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from shoal.parallel import parallelize
-from shoal.plan import SHARDINGS
+from shoal.spec.plan import SHARDINGS
 
 STEPS, BATCH = 6, 8
 

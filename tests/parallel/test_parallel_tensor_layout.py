@@ -7,7 +7,7 @@ from torch import nn
 
 from shoal.errors import PlanError
 from shoal.parallel import Split, TensorLayout, parallelize, require_layout
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 HEADS, HEAD_DIM, WIDTH, SEQ = 4, 3, 12, 5
 

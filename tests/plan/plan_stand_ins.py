@@ -5,7 +5,7 @@ import itertools
 from hypothesis import strategies as st
 
 from shoal.errors import PlanError
-from shoal.plan import DEFAULT_ORDER, FULLY_SHARDED, UNSHARDED, Plan, divisors
+from shoal.spec.plan import DEFAULT_ORDER, FULLY_SHARDED, UNSHARDED, Plan, divisors
 
 ORDERS = ["-".join(axes) for axes in itertools.permutations(DEFAULT_ORDER.split("-"))]
 

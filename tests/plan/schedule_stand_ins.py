@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from shoal.plan.schedules import NAMES, kind_of, make
+from shoal.spec.plan.schedules import NAMES, kind_of, make
 
 V_SHAPED = ("zb-v", "dualpipe-v")
 ONE_STAGE = ("gpipe", "1f1b", "zb-h1")

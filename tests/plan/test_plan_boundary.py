@@ -2,7 +2,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_stand_ins import plans
 
-from shoal.plan import Boundary, Mesh
+from shoal.spec.plan import Boundary, Mesh
 
 
 @given(plans(), st.data())

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import PlanError
-from shoal.plan import Compression
+from shoal.spec.plan import Compression
 
 TEXTS = (
     "none",

@@ -6,7 +6,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.plan.group import Group, split_dims
+from shoal.spec.plan.group import Group, split_dims
 
 
 @st.composite

@@ -3,7 +3,7 @@
 from hypothesis import given
 from plan_stand_ins import plans
 
-from shoal.plan import Groups, Mesh
+from shoal.spec.plan import Groups, Mesh
 
 
 @given(plans())

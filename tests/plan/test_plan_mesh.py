@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.plan import AXES, Mesh, Plan
+from shoal.spec.plan import AXES, Mesh, Plan
 
 sizes = st.tuples(*[st.integers(1, 3)] * len(AXES))
 

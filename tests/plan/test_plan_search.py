@@ -2,9 +2,9 @@
 
 import pytest
 
-from shoal.plan import Plan, SettledPlan, legal_plans
-from shoal.plan import plan as module
-from shoal.plan.schedules import Times, make, play, require_sound
+from shoal.spec.plan import Plan, SettledPlan, legal_plans
+from shoal.spec.plan import plan as module
+from shoal.spec.plan.schedules import Times, make, play, require_sound
 
 
 @pytest.mark.parametrize("settings", ["", "virtual=2", "virtual=3", "virtual=2,activations=3"])

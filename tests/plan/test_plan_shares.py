@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import PlanError
-from shoal.plan import Plan, SettledPlan, Shares
+from shoal.spec.plan import Plan, SettledPlan, Shares
 
 NUMBERS = st.lists(st.integers(1, 5), min_size=1, max_size=12)
 

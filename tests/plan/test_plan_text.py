@@ -3,8 +3,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import PlanError
-from shoal.plan import CHOICES, DEFAULT_ORDER, Plan, SettledPlan, divisors
-from shoal.plan.schedules import kind_of
+from shoal.spec.plan import CHOICES, DEFAULT_ORDER, Plan, SettledPlan, divisors
+from shoal.spec.plan.schedules import kind_of
 
 
 @st.composite

@@ -10,7 +10,7 @@ from schedule_stand_ins import made
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from shoal.errors import PlanError
-from shoal.plan.schedules import (
+from shoal.spec.plan.schedules import (
     NAMES,
     Action,
     Times,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from schedule_stand_ins import made
 
 from shoal.errors import PlanError
-from shoal.plan.schedules import (
+from shoal.spec.plan.schedules import (
     NO_MESSAGE,
     Action,
     CommonOrder,
@@ -25,7 +25,7 @@ from shoal.plan.schedules import (
     play_in_order,
     transfers,
 )
-from shoal.plan.schedules.common_order import received_makespan
+from shoal.spec.plan.schedules.common_order import received_makespan
 
 LINK = 3.0
 FIRST, SECOND = range(2)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import PlanError
-from shoal.plan.schedules import (
+from shoal.spec.plan.schedules import (
     NAMES,
     Action,
     Schedule,
@@ -20,7 +20,7 @@ from shoal.plan.schedules import (
     search,
     v_shaped,
 )
-from shoal.plan.schedules.common_order import received_makespan
+from shoal.spec.plan.schedules.common_order import received_makespan
 
 ROUNDING = 1 + 1e-12  # sums of the same times in another order
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from schedule_stand_ins import made
 
 from shoal.errors import PlanError
-from shoal.plan.schedules import (
+from shoal.spec.plan.schedules import (
     Action,
     Payload,
     Receive,

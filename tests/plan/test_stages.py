@@ -7,8 +7,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import PlanError
-from shoal.plan.stage_search import Amounts, Load, moves, partition
-from shoal.plan.stages import Cost, parse_split, ranges_of, split_by_cost, split_by_count
+from shoal.spec.plan.stage_search import Amounts, Load, moves, partition
+from shoal.spec.plan.stages import Cost, parse_split, ranges_of, split_by_cost, split_by_count
 
 WORK = st.lists(st.integers(0, 9), min_size=3, max_size=9)
 

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 from random_plans import random_plan
 
-from shoal.cluster import Cluster
-from shoal.cost.time import workload_on
-from shoal.planner import choose
-from shoal.planner.polish import neighbours
-from shoal.workload import shape
+from shoal.predict.cost.time import workload_on
+from shoal.predict.planner import choose
+from shoal.predict.planner.polish import neighbours
+from shoal.spec.cluster import Cluster
+from shoal.spec.workload import shape
 
 pytestmark = pytest.mark.long
 

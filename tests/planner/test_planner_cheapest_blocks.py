@@ -6,14 +6,14 @@ import math
 
 import pytest
 
-from shoal.cluster import Cluster, Host
-from shoal.cost import Costs, Memories
-from shoal.plan import OFFLOADED, Tiers, block_choices
-from shoal.planner import choose
-from shoal.planner.offloaded import STATES_ON_CPUS, with_cheapest_blocks
-from shoal.planner.search import Search
-from shoal.simulate import played_seconds
-from shoal.workload import ModelShape, shape, workload_of
+from shoal.predict.cost import Costs, Memories
+from shoal.predict.planner import choose
+from shoal.predict.planner.offloaded import STATES_ON_CPUS, with_cheapest_blocks
+from shoal.predict.planner.search import Search
+from shoal.predict.simulate import played_seconds
+from shoal.spec.cluster import Cluster, Host
+from shoal.spec.plan import OFFLOADED, Tiers, block_choices
+from shoal.spec.workload import ModelShape, shape, workload_of
 
 WORKLOAD = workload_of(shape("350m"))
 CLUSTER = Cluster.preset("dgx-h100", 4)

@@ -4,17 +4,17 @@ import dataclasses
 
 import pytest
 
-from shoal.cluster import Cluster
-from shoal.cost import Costs
-from shoal.cost.memory.memory import memory_of
-from shoal.cost.outlook import band_between
 from shoal.errors import ClusterError, ConfigError, PlanError
-from shoal.plan import SettledPlan
-from shoal.planner import Search, choose
-from shoal.planner.search import SLACK
-from shoal.planner.space import usual_bucket
-from shoal.simulate import played_seconds
-from shoal.workload import shape, workload_of
+from shoal.predict.cost import Costs
+from shoal.predict.cost.memory.memory import memory_of
+from shoal.predict.cost.outlook import band_between
+from shoal.predict.planner import Search, choose
+from shoal.predict.planner.search import SLACK
+from shoal.predict.planner.space import usual_bucket
+from shoal.predict.simulate import played_seconds
+from shoal.spec.cluster import Cluster
+from shoal.spec.plan import SettledPlan
+from shoal.spec.workload import shape, workload_of
 
 WORKLOAD = workload_of(shape("1b"))
 CLUSTER = Cluster.parse("dgx-a100:16")

@@ -5,16 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.cluster import Cluster, Device, Level
-from shoal.cost import Costs
-from shoal.cost.collectives import algorithm_seconds
-from shoal.cost.time import workload_on
-from shoal.plan import Group, SettledPlan
-from shoal.planner import Search, choose
-from shoal.planner.polish import SIMPLER
-from shoal.planner.search import SLACK
-from shoal.simulate import played_seconds, simulate
-from shoal.workload import ModelShape, shape, workload_of
+from shoal.predict.cost import Costs
+from shoal.predict.cost.collectives import algorithm_seconds
+from shoal.predict.cost.time import workload_on
+from shoal.predict.planner import Search, choose
+from shoal.predict.planner.polish import SIMPLER
+from shoal.predict.planner.search import SLACK
+from shoal.predict.simulate import played_seconds, simulate
+from shoal.spec.cluster import Cluster, Device, Level
+from shoal.spec.plan import Group, SettledPlan
+from shoal.spec.workload import ModelShape, shape, workload_of
 
 
 def with_rate(cluster, level, factor):

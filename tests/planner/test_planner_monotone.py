@@ -7,10 +7,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from random_plans import random_cluster
 
-from shoal.planner import Search, choose
-from shoal.planner.polish import LEAST_GAIN, SIMPLER
-from shoal.planner.search import SLACK
-from shoal.workload import ModelShape, workload_of
+from shoal.predict.planner import Search, choose
+from shoal.predict.planner.polish import LEAST_GAIN, SIMPLER
+from shoal.predict.planner.search import SLACK
+from shoal.spec.workload import ModelShape, workload_of
 
 SHAPE = ModelShape(layers=2, hidden=2048, ffn=8192, heads=4, kv_heads=2, vocab=32000, seq=2048)
 MODELS = [workload_of(SHAPE), workload_of(SHAPE.replace(experts=4, experts_per_token=2, expert_ffn=4096))]

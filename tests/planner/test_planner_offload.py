@@ -6,17 +6,17 @@ import math
 
 import pytest
 
-from shoal.cluster import Cluster, Device, Host, Level
-from shoal.cost.memory.memory import Memories
-from shoal.cost.time.step import Costs
 from shoal.errors import PlanError
-from shoal.planner import choose
-from shoal.planner.offloaded import quicker_outside
-from shoal.planner.polish import LEAST_GAIN
-from shoal.planner.search import SLACK, Search
-from shoal.planner.tree import Tree
-from shoal.simulate import played_seconds, simulate
-from shoal.workload import ModelShape, shape, workload_of
+from shoal.predict.cost.memory.memory import Memories
+from shoal.predict.cost.time.step import Costs
+from shoal.predict.planner import choose
+from shoal.predict.planner.offloaded import quicker_outside
+from shoal.predict.planner.polish import LEAST_GAIN
+from shoal.predict.planner.search import SLACK, Search
+from shoal.predict.planner.tree import Tree
+from shoal.predict.simulate import played_seconds, simulate
+from shoal.spec.cluster import Cluster, Device, Host, Level
+from shoal.spec.workload import ModelShape, shape, workload_of
 
 WORKLOAD = workload_of(shape("350m"))
 GIB = 2**30

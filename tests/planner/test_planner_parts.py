@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.cluster import Cluster, Device, Level, Part, every_device
-from shoal.cost import Costs, Memories
-from shoal.plan.schedules import kind_of
-from shoal.planner import choose
-from shoal.planner.memory_bound import LeastMemory
-from shoal.planner.search import LOOSE, SLACK, Search
-from shoal.planner.shared import Shared, balanced_split
-from shoal.planner.space import SIZES, Space
-from shoal.planner.tree import Tree
-from shoal.simulate import played_seconds
-from shoal.workload import ModelShape, workload_of
+from shoal.predict.cost import Costs, Memories
+from shoal.predict.planner import choose
+from shoal.predict.planner.memory_bound import LeastMemory
+from shoal.predict.planner.search import LOOSE, SLACK, Search
+from shoal.predict.planner.shared import Shared, balanced_split
+from shoal.predict.planner.space import SIZES, Space
+from shoal.predict.planner.tree import Tree
+from shoal.predict.simulate import played_seconds
+from shoal.spec.cluster import Cluster, Device, Level, Part, every_device
+from shoal.spec.plan.schedules import kind_of
+from shoal.spec.workload import ModelShape, workload_of
 
 FAST = Device(name="fast", memory=4e9, bandwidth=1e12, peak={"bf16": 1e14, "fp32": 2e13}, units=64)
 SLOW = dataclasses.replace(FAST, name="slow", memory=2e9, bandwidth=8e11, peak={"bf16": 4e13, "fp32": 1e13})

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster import Cluster
-from shoal.cost.time import workload_on
-from shoal.planner import scale
-from shoal.planner.scale import picture, ticks
-from shoal.workload import shape
+from shoal.predict.cost.time import workload_on
+from shoal.predict.planner import scale
+from shoal.predict.planner.scale import picture, ticks
+from shoal.spec.cluster import Cluster
+from shoal.spec.workload import shape
 
 SVG = "{http://www.w3.org/2000/svg}"
 LETTER = 6.6  # width of a letter at size 12, in a wide font

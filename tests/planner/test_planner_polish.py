@@ -2,10 +2,8 @@
 
 import pytest
 
-from shoal.cluster import Cluster
-from shoal.plan import SettledPlan
-from shoal.planner import Search, choose
-from shoal.planner.polish import (
+from shoal.predict.planner import Search, choose
+from shoal.predict.planner.polish import (
     LEAST_GAIN,
     MOST_SEARCHED,
     SIMPLER,
@@ -14,8 +12,10 @@ from shoal.planner.polish import (
     simplest,
     with_found_schedule,
 )
-from shoal.simulate import simulate
-from shoal.workload import shape, workload_of
+from shoal.predict.simulate import simulate
+from shoal.spec.cluster import Cluster
+from shoal.spec.plan import SettledPlan
+from shoal.spec.workload import shape, workload_of
 
 WORKLOAD = workload_of(shape("gpt3-1.3b"))
 CLUSTER = Cluster.parse("dgx-a100:8")

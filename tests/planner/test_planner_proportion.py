@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.cluster import Cluster, Device, Level, Part, every_device
-from shoal.planner import choose
-from shoal.planner.polish import LEAST_GAIN, polished
-from shoal.planner.search import SLACK, Search
-from shoal.planner.unequal import in_proportion, with_shares
-from shoal.workload import ModelShape, workload_of
+from shoal.predict.planner import choose
+from shoal.predict.planner.polish import LEAST_GAIN, polished
+from shoal.predict.planner.search import SLACK, Search
+from shoal.predict.planner.unequal import in_proportion, with_shares
+from shoal.spec.cluster import Cluster, Device, Level, Part, every_device
+from shoal.spec.workload import ModelShape, workload_of
 
 FAST = Device(name="fast", memory=2e10, bandwidth=1e12, peak={"bf16": 1e14, "fp32": 2e13}, units=64)
 WORKLOAD = workload_of(ModelShape(layers=2, hidden=1024, ffn=4096, heads=8, kv_heads=4, vocab=512, seq=1024))

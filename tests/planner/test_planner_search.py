@@ -8,20 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import shoal.planner.tree as planner_tree
-from shoal.cluster import Cluster, Device, Level
-from shoal.cost.memory.memory import Memories
-from shoal.cost.time.step import Costs
-from shoal.plan import SettledPlan
-from shoal.plan.schedules import kind_of
-from shoal.plan.stages import Cost, split_by_cost
-from shoal.planner.memory_bound import LeastMemory
-from shoal.planner.search import LOOSE, SLACK, Search
-from shoal.planner.shared import Shared, balanced_split
-from shoal.planner.space import SIZES, Degrees, Space
-from shoal.planner.tree import Tree
-from shoal.simulate import played_seconds
-from shoal.workload import ModelShape, workload_of
+import shoal.predict.planner.tree as planner_tree
+from shoal.predict.cost.memory.memory import Memories
+from shoal.predict.cost.time.step import Costs
+from shoal.predict.planner.memory_bound import LeastMemory
+from shoal.predict.planner.search import LOOSE, SLACK, Search
+from shoal.predict.planner.shared import Shared, balanced_split
+from shoal.predict.planner.space import SIZES, Degrees, Space
+from shoal.predict.planner.tree import Tree
+from shoal.predict.simulate import played_seconds
+from shoal.spec.cluster import Cluster, Device, Level
+from shoal.spec.plan import SettledPlan
+from shoal.spec.plan.schedules import kind_of
+from shoal.spec.plan.stages import Cost, split_by_cost
+from shoal.spec.workload import ModelShape, workload_of
 
 DEVICE = Device(
     name="made-up",

@@ -4,11 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.cluster import Cluster, Device, Level
-from shoal.cost.time.jitter import normal_maximum
-from shoal.plan.group import Group
-from shoal.probe.fit import fit, trusted
-from shoal.probe.measurements import (
+from shoal.machine.probe.fit import fit, trusted
+from shoal.machine.probe.measurements import (
     AttentionTime,
     CollectiveTime,
     Measurements,
@@ -17,8 +14,11 @@ from shoal.probe.measurements import (
     SendTime,
     SynchronisationTime,
 )
-from shoal.probe.sheet import Sheet
-from shoal.workload import Attention
+from shoal.machine.probe.sheet import Sheet
+from shoal.predict.cost.time.jitter import normal_maximum
+from shoal.spec.cluster import Cluster, Device, Level
+from shoal.spec.plan.group import Group
+from shoal.spec.workload import Attention
 
 TRUE = Cluster(
     name="true",

@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.probe.fit import least
+from shoal.machine.probe.fit import least
 
 
 @given(st.floats(1e-3, 1.0), st.floats(1.0, 1e4))

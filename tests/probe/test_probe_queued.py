@@ -7,7 +7,7 @@ import pytest
 import torch
 from probe_stand_ins import LAUNCH, LazyCuda, Simulated
 
-from shoal.probe.device import CudaClock, queued_seconds
+from shoal.machine.probe.device import CudaClock, queued_seconds
 
 
 @pytest.mark.parametrize("kernel", [2e-6, 50e-6, 1e-2])

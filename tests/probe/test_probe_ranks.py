@@ -20,8 +20,8 @@ def pool():
 def place_of(backend, host_of=None):
     import torch.distributed as dist
 
-    from shoal.bench.settings import Ranks
-    from shoal.probe import Place
+    from shoal.machine.bench.settings import Ranks
+    from shoal.machine.probe import Place
 
     rank = dist.get_rank()
     os.environ.pop("SHOAL_HOST_ID", None)
@@ -32,8 +32,8 @@ def place_of(backend, host_of=None):
 
 def probed():
     """Of fewer and smaller shapes than are measured otherwise."""
-    import shoal.probe.device as device
-    from shoal.probe import Effort, probe
+    import shoal.machine.probe.device as device
+    from shoal.machine.probe import Effort, probe
 
     fewer = {"_SQUARES": (64, 128, 256), "_SKEWED": device._SKEWED[:3], "_TOKENS": (512,)}
     with patch.multiple(device, **fewer):
@@ -44,9 +44,9 @@ def attention_with_a_slow_forward():
     """Rank 1 takes longer for a forward than for forward and backward together."""
     import torch.distributed as dist
 
-    import shoal.probe.device as device
-    from shoal.probe import Effort
-    from shoal.probe.probe import median_of_ranks
+    import shoal.machine.probe.device as device
+    from shoal.machine.probe import Effort
+    from shoal.machine.probe.probe import median_of_ranks
 
     usual = device.time_on_device
 
@@ -67,7 +67,7 @@ def first_uses_of_groups(host_of):
     """What each group does first on this rank when pairs of hosts are measured; with 3 hosts one is odd."""
     import torch.distributed as dist
 
-    import shoal.probe.links as links
+    import shoal.machine.probe.links as links
 
     first, all_reduce, exchange = {}, dist.all_reduce, links._exchange
 
@@ -85,8 +85,8 @@ def first_uses_of_groups(host_of):
 
 
 def measured_links(host_of):
-    from shoal.probe.links import measure_hosts, measure_links
-    from shoal.probe.place import Effort
+    from shoal.machine.probe.links import measure_hosts, measure_links
+    from shoal.machine.probe.place import Effort
 
     place = place_of("gloo", host_of)
     return place.hosts, measure_links(place, Effort(1, 1e-3, SIZES)), measure_hosts(place)

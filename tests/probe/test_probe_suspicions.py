@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.probe.measurements import HostRates, Measurements
-from shoal.probe.probe import suspicions
-from shoal.probe.sheet import Sheet, network_rate, rdma_adapters
+from shoal.machine.probe.measurements import HostRates, Measurements
+from shoal.machine.probe.probe import suspicions
+from shoal.machine.probe.sheet import Sheet, network_rate, rdma_adapters
 
 SHEET = Sheet(
     device="NVIDIA H100 80GB HBM3",

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from probe_stand_ins import LAUNCH, Simulated
 
-from shoal.cluster import Cluster, Device
 from shoal.errors import DataError
-from shoal.probe import fitted, read_measurements
-from shoal.probe.device import queued_seconds
-from shoal.probe.measurements import AttentionTime, Measurements, PassTime, ProductTime
-from shoal.probe.sheet import Sheet
-from shoal.workload import Attention
+from shoal.machine.probe import fitted, read_measurements
+from shoal.machine.probe.device import queued_seconds
+from shoal.machine.probe.measurements import AttentionTime, Measurements, PassTime, ProductTime
+from shoal.machine.probe.sheet import Sheet
+from shoal.spec.cluster import Cluster, Device
+from shoal.spec.workload import Attention
 
 HOST = 40e-6
 PRESET = Device.preset("h100")

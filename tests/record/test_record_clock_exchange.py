@@ -8,8 +8,8 @@ import pytest
 
 from shoal.checkpoint import ProcessGroupCoordinator
 from shoal.record import AppendFile, ClockExchange, exchange_clocks
+from shoal.spec.timeline.timeline import fit, read_ties
 from shoal.testing.hosts import Hosts, enter_host, why_no_hosts
-from shoal.timeline.timeline import fit, read_ties
 
 
 def shifted():

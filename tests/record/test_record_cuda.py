@@ -11,7 +11,7 @@ import torch
 
 from shoal.record import DeviceRecorder, SpanRecorder, open_recorder
 from shoal.record.cuda import CudaEvents
-from shoal.timeline import Kind, Timeline, explain
+from shoal.spec.timeline import Kind, Timeline, explain
 
 DEVICE = torch.device("cuda", 0)
 

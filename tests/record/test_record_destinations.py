@@ -17,7 +17,7 @@ from shoal.errors import ConfigError, MissingExtraError
 from shoal.record import Destinations, Logger, QueuedLogger
 from shoal.record.destinations import opening
 from shoal.record.destinations.opening import PrometheusLogger, parse_address
-from shoal.run import Run
+from shoal.spec.run import Run
 
 ROOT = Path(__file__).parents[2]
 VALUES = [(step, {"loss": 3.0 - step, "tokens_per_second": 1000.0 * step}) for step in (1, 2, 3)]
@@ -197,7 +197,7 @@ def test_opentelemetry_sends_gauges_to_a_collector(run):
     assert named["shoal.loss"].gauge.data_points[0].as_double == 0.0
     assert named["shoal.step"].gauge.data_points[0].as_double == 3.0
     attributes = {each.key: each.value.string_value for each in resource.resource.attributes}
-    assert attributes["shoal.run"] == "tiny-run"
+    assert attributes["shoal.spec.run"] == "tiny-run"
 
 
 def read(port, path="/metrics"):

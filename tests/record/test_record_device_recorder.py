@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.record import DeviceRecorder
-from shoal.timeline import Kind, Lane, Timeline, explain
-from shoal.timeline.intervals import Intervals, intersect, length, subtract, union
+from shoal.spec.timeline import Kind, Lane, Timeline, explain
+from shoal.spec.timeline.intervals import Intervals, intersect, length, subtract, union
 
 FILE = "rank-00000.jsonl"
 EXACT = 15e-6

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 import pytest
 
 from shoal.record import Marks, SpanRecorder
-from shoal.timeline import Kind, Timeline
+from shoal.spec.timeline import Kind, Timeline
 
 
 def test_each_span_is_marked_while_marks_are_asked_for_also_in_dropped_steps(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from shoal.errors import MissingExtraError
 from shoal.record import Logger, Loggers, MetricsWriter
 from shoal.record.destinations.opening import TensorBoardLogger
-from shoal.run import read_metrics
+from shoal.spec.run import read_metrics
 
 
 class Failing(Logger):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from shoal.record import NullRecorder, Recorder, SpanRecorder
 from shoal.record.recorder import SpanFile, step_is_kept
-from shoal.timeline import Kind, Lane, Timeline, explain
+from shoal.spec.timeline import Kind, Lane, Timeline, explain
 
 FILE = "rank-00000.jsonl"
 

@@ -4,10 +4,9 @@ from statistics import fmean
 
 import pytest
 
-from shoal.diagnosis import Cause
-from shoal.diagnosis.own_work import PHASES
-from shoal.errors import ShoalError
-from shoal.replay import (
+from shoal.analyze.diagnosis import Cause
+from shoal.analyze.diagnosis.own_work import PHASES
+from shoal.analyze.replay import (
     Arrive,
     Await,
     Collective,
@@ -18,9 +17,10 @@ from shoal.replay import (
     play,
     what_if,
 )
-from shoal.simulate import mark_bubbles
+from shoal.errors import ShoalError
+from shoal.predict.simulate import mark_bubbles
+from shoal.spec.timeline import Timeline
 from shoal.testing.delays import Delay, Jitter, Layout, delayed_timeline
-from shoal.timeline import Timeline
 
 STEADY = Jitter([[dict.fromkeys(PHASES, 1.0)]])
 UNSTEADY = Jitter([[dict.fromkeys(PHASES, 1 + (step * 7 % 5) / 20) for step in range(11)] for _ in range(4)])

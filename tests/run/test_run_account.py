@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster import Cluster
-from shoal.cost.outlook import account_summary
-from shoal.run import CAUSES, FollowedAccount, Ledger, Run, account, read_events, write_event
+from shoal.predict.cost.outlook import account_summary
+from shoal.spec.cluster import Cluster
+from shoal.spec.run import CAUSES, FollowedAccount, Ledger, Run, account, read_events, write_event
 
 
 def began(time, launched, ranks=2):

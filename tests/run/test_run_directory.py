@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import RunError, ShoalError
-from shoal.run import Run, default_path
-from shoal.timeline import Span, Timeline
+from shoal.spec.run import Run, default_path
+from shoal.spec.timeline import Span, Timeline
 
 DESCRIPTION = {"name": "tiny", "world_size": 2}
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ShoalError
-from shoal.run import Run, metrics_line, read_metrics
-from shoal.run.account import read_events
+from shoal.spec.run import Run, metrics_line, read_metrics
+from shoal.spec.run.account import read_events
 
 
 def refuse_constant(name: str) -> None:

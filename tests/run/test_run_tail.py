@@ -5,7 +5,7 @@ import os
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.run.metrics_tail import FileTail
+from shoal.spec.run.metrics_tail import FileTail
 
 TEXT = "".join(f"line {number} of the file äöü\n" for number in range(50))
 

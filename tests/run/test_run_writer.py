@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import RunError
-from shoal.run.writer import (
+from shoal.spec.run.writer import (
     Claim,
     Claiming,
     claimed,
@@ -31,7 +31,7 @@ from shoal.run.writer import (
 HOLD = """
 import sys
 from pathlib import Path
-from shoal.run.writer import Claiming
+from shoal.spec.run.writer import Claiming
 writer = Claiming(Path(sys.argv[1])).wait()
 print(writer.number, flush=True)
 sys.stdin.read()
@@ -133,7 +133,7 @@ def test_a_process_of_another_machine_counts_as_ended_once_it_is_silent(
 
     if not has_locks:
         monkeypatch.setattr(fcntl, "flock", refused)
-    monkeypatch.setattr("shoal.run.writer._PAUSE", 0.001)
+    monkeypatch.setattr("shoal.spec.run.writer._PAUSE", 0.001)
     said: list[str] = []
     with held_by_another(tmp_path) as other:
         change_claim(tmp_path, kernel="another one", host="elsewhere", process=7)
@@ -145,7 +145,7 @@ def test_a_process_of_another_machine_counts_as_ended_once_it_is_silent(
         change_claim(tmp_path, beats=1000)
         with pytest.raises(RunError, match="process 7 on elsewhere writes"):
             claiming.poll()
-        monkeypatch.setattr("shoal.run.writer._LEASE", 0.0)
+        monkeypatch.setattr("shoal.spec.run.writer._LEASE", 0.0)
         writer = Claiming(tmp_path).wait()
         assert writer.number == 2
         other.kill()
@@ -162,8 +162,8 @@ def test_a_claim_that_another_program_wrote_over_is_that_of_an_unknown_process(t
 
 
 def test_a_process_that_was_taken_over_finds_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.run.writer._LEASE", 0.0)
-    monkeypatch.setattr("shoal.run.writer._BEAT", 3600.0)  # a paused machine gives no sign of life
+    monkeypatch.setattr("shoal.spec.run.writer._LEASE", 0.0)
+    monkeypatch.setattr("shoal.spec.run.writer._BEAT", 3600.0)  # a paused machine gives no sign of life
     mine = Claiming(tmp_path).wait()
     change_claim(tmp_path, kernel="another one")
     with held_elsewhere(tmp_path, mine.number) as other:
@@ -178,8 +178,8 @@ def test_a_process_that_was_taken_over_finds_out(tmp_path: Path, monkeypatch: py
 def test_a_process_that_was_taken_over_stays_refused_once_the_other_one_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.run.writer._LEASE", 0.0)
-    monkeypatch.setattr("shoal.run.writer._BEAT", 3600.0)  # a paused machine gives no sign of life
+    monkeypatch.setattr("shoal.spec.run.writer._LEASE", 0.0)
+    monkeypatch.setattr("shoal.spec.run.writer._BEAT", 3600.0)  # a paused machine gives no sign of life
     mine = Claiming(tmp_path).wait()
     change_claim(tmp_path, kernel="another one")
     with held_elsewhere(tmp_path, mine.number) as other:
@@ -194,7 +194,7 @@ def test_a_process_that_was_taken_over_stays_refused_once_the_other_one_has_ende
 def test_a_process_of_another_user_lives_though_its_number_is_hidden(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.run.writer.process_began", lambda process: "")
+    monkeypatch.setattr("shoal.spec.run.writer.process_began", lambda process: "")
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with held_by_another(tmp_path) as other:
         with pytest.raises(RunError, match=f"process {other.pid}"):
@@ -206,7 +206,7 @@ def test_a_process_of_another_user_lives_though_its_number_is_hidden(
 def test_machines_without_a_name_of_their_start_are_not_taken_for_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.run.writer.boot_id", lambda: "")
+    monkeypatch.setattr("shoal.spec.run.writer.boot_id", lambda: "")
     of_a_machine_of_this_name = Claim.of_this_process(1, 0, "", 0)
     for inode in (0, 7):
         claim = replace(of_a_machine_of_this_name, process=1 << 23, inode=inode)
@@ -221,7 +221,7 @@ class Save: pass
 
 earlier, later = Save(), Save()
 weakref.finalize(earlier, print)  # as torch makes some
-from shoal.run.writer import Claiming, is_written
+from shoal.spec.run.writer import Claiming, is_written
 
 path = Path(sys.argv[1])
 Claiming(path).wait()
@@ -237,7 +237,9 @@ def test_a_directory_is_given_up_after_the_saves_that_a_process_waits_for_at_its
 
 def held_elsewhere(path: Path, number: int) -> subprocess.Popen[str]:
     """Start a process that takes the directory over from this one, as from a machine that was paused."""
-    program = HOLD.replace("writer =", "import shoal.run.writer; shoal.run.writer._LEASE = 0.0\nwriter =")
+    program = HOLD.replace(
+        "writer =", "import shoal.spec.run.writer; shoal.spec.run.writer._LEASE = 0.0\nwriter ="
+    )
     words = [sys.executable, "-c", program, str(path)]
     process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
@@ -246,7 +248,7 @@ def held_elsewhere(path: Path, number: int) -> subprocess.Popen[str]:
 
 
 def test_a_later_group_of_ranks_takes_over_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shoal.run.writer._group", ("", 0))
+    monkeypatch.setattr("shoal.spec.run.writer._group", ("", 0))
     with held_by_another(tmp_path) as other:
         change_claim(tmp_path, training="one", group=3)
         for training, group in (("one", 3), ("one", 2), ("two", 4)):

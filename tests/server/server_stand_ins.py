@@ -12,8 +12,8 @@ from torch import nn
 
 from shoal.checkpoint import SingleProcess
 from shoal.parallel import Outer, ServedUpdates, parallelize
-from shoal.plan import Compression, Plan
-from shoal.server import Server, Servers, Terms
+from shoal.parallel.exchange.server import Server, Servers, Terms
+from shoal.spec.plan import Compression, Plan
 
 SAMPLES, SHARE = 64, 4
 MAKING = threading.Lock()

@@ -9,10 +9,10 @@ from reference_codecs import sent
 from server_stand_ins import loss_of, make_model, train
 
 from shoal.parallel import Outer, parallelize
+from shoal.parallel.exchange.server import Servers, Terms
+from shoal.parallel.exchange.server.client import ask
 from shoal.parallel.exchange.sums import seed_of
-from shoal.plan import Compression, Plan
-from shoal.server import Servers, Terms
-from shoal.server.client import ask
+from shoal.spec.plan import Compression, Plan
 
 KINDS = ["int8", "int4", "fp8", "sign", "topk:8", "topk:8:2bit", "random:4", "threshold:1"]
 WORKERS, ROUNDS, RATE = 3, 8, 0.05
@@ -73,7 +73,7 @@ def test_the_bytes_that_are_sent_are_those_of_the_payloads(compress, monkeypatch
             asked[head["do"]].append((sum(each.nbytes for each in body), received.nbytes))
         return reply, received
 
-    monkeypatch.setattr("shoal.server.client.ask", counted)
+    monkeypatch.setattr("shoal.parallel.exchange.server.client.ask", counted)
     train(Terms(workers=2, shares=12), workers=2, servers=2, compress=compress)
     elements = sum(each.numel() for each in make_model().parameters())
     windows = Servers([("", 0)] * 2, "").windows(elements)

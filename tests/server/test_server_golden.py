@@ -12,8 +12,8 @@ from server_stand_ins import train
 from torch import nn
 from turns import Turns
 
+from shoal.parallel.exchange.server import Terms
 from shoal.parallel.exchange.stability import most_stable_step
-from shoal.server import Terms
 
 ELEMENTS = 3000
 CURVATURE = torch.exp2(4 * torch.rand(ELEMENTS, generator=torch.Generator().manual_seed(1)) - 2)

@@ -9,9 +9,9 @@ from server_stand_ins import train
 from torch import nn
 from turns import Turns
 
+from shoal.parallel.exchange.server import Mode, Terms
+from shoal.parallel.exchange.server.board import Guard
 from shoal.parallel.exchange.stability import most_stable_step
-from shoal.server import Mode, Terms
-from shoal.server.board import Guard
 
 WORKERS, CURVATURE = 4, torch.tensor([4.0, 1.0, 0.5, 2.0]).repeat(512)
 

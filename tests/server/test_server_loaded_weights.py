@@ -13,8 +13,8 @@ from shoal.errors import TrainingError
 from shoal.parallel import parallelize
 from shoal.parallel.exchange.merges import Outer
 from shoal.parallel.exchange.served import ServedUpdates
-from shoal.plan import Plan
-from shoal.server import Server, Servers, Terms
+from shoal.parallel.exchange.server import Server, Servers, Terms
+from shoal.spec.plan import Plan
 
 
 @pytest.mark.parametrize("outer", [None, Outer(0.7, 0.9, warmup=0)], ids=["gradients", "local"])

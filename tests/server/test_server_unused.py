@@ -7,7 +7,7 @@ import torch
 from server_stand_ins import adamw, data, train
 from torch import nn
 
-from shoal.server import Terms
+from shoal.parallel.exchange.server import Terms
 
 WORKERS, ROUNDS = 2, 6
 # Means of two fp32 gradients in another order, after six AdamW steps.

@@ -9,7 +9,7 @@ import torch
 from server_stand_ins import LostError, loss_of, make_model, reference, train
 
 from shoal.parallel import Outer
-from shoal.server import ServerError, Servers, Terms
+from shoal.parallel.exchange.server import ServerError, Servers, Terms
 
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}  # sums of a few fp32 gradients in another order, after ten AdamW steps
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.cluster import Cluster, Device, Host, Level
-from shoal.cost import Costs
-from shoal.plan import Plan, SettledPlan
-from shoal.simulate import simulate
-from shoal.timeline import explain
-from shoal.workload import ModelShape, workload_of
+from shoal.predict.cost import Costs
+from shoal.predict.simulate import simulate
+from shoal.spec.cluster import Cluster, Device, Host, Level
+from shoal.spec.plan import Plan, SettledPlan
+from shoal.spec.timeline import explain
+from shoal.spec.workload import ModelShape, workload_of
 
 MODEL = workload_of(ModelShape(layers=8, hidden=512, ffn=2048, heads=8, vocab=4096, seq=256))
 

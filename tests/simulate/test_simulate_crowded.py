@@ -2,12 +2,12 @@
 
 import pytest
 
-from shoal.cluster import Cluster
-from shoal.cost.time.step import crowded_seconds
-from shoal.plan import Plan, SettledPlan
-from shoal.simulate import simulate
-from shoal.timeline import Kind, explain
-from shoal.workload import ModelShape, workload_of
+from shoal.predict.cost.time.step import crowded_seconds
+from shoal.predict.simulate import simulate
+from shoal.spec.cluster import Cluster
+from shoal.spec.plan import Plan, SettledPlan
+from shoal.spec.timeline import Kind, explain
+from shoal.spec.workload import ModelShape, workload_of
 
 WORKLOAD = workload_of(ModelShape(layers=8, hidden=64, ffn=256, heads=4, vocab=64, seq=64))
 BATCH = 8

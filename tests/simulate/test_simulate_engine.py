@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 from random_plans import ORDERS, random_cluster, random_plan
 
-from shoal.cost import Costs
-from shoal.cost.time import straggler_share
-from shoal.plan.schedules import FOUND, NAMES, Times, common_order_of, make, play_in_order, search
-from shoal.simulate.engine import play_steps
-from shoal.simulate.journal import Journal
-from shoal.simulate.programs import links_of, rank_programs, stage_programs
-from shoal.workload import ModelShape, workload_of
+from shoal.predict.cost import Costs
+from shoal.predict.cost.time import straggler_share
+from shoal.predict.simulate.engine import play_steps
+from shoal.predict.simulate.journal import Journal
+from shoal.predict.simulate.programs import links_of, rank_programs, stage_programs
+from shoal.spec.plan.schedules import FOUND, NAMES, Times, common_order_of, make, play_in_order, search
+from shoal.spec.workload import ModelShape, workload_of
 
 MODEL = workload_of(ModelShape(layers=16, hidden=2048, ffn=8192, heads=16, vocab=32000, seq=2048, tied=True))
 BATCH = 96

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from shoal.cluster import Cluster, Device, Level
-from shoal.cost.outlook import best_interval, goodput
 from shoal.errors import ConfigError
-from shoal.simulate import FailureModel, failure_course, failure_courses
+from shoal.predict.cost.outlook import best_interval, goodput
+from shoal.predict.simulate import FailureModel, failure_course, failure_courses
+from shoal.spec.cluster import Cluster, Device, Level
 
 DEVICE = Device(name="d", memory=80e9, bandwidth=3e12, peak={"bf16": 1e15}, units=132)
 DAY = 86_400.0

@@ -7,12 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_plans import ORDERS, random_cluster, random_plan
 
-from shoal.cost import Costs, settle_split
-from shoal.plan import CHOICES
-from shoal.plan.schedules import NAMES
-from shoal.simulate import played_parts, played_passes, played_seconds, simulate
-from shoal.simulate.stage_program import DataParallel
-from shoal.workload import ModelShape, workload_of
+from shoal.predict.cost import Costs, settle_split
+from shoal.predict.simulate import played_parts, played_passes, played_seconds, simulate
+from shoal.predict.simulate.stage_program import DataParallel
+from shoal.spec.plan import CHOICES
+from shoal.spec.plan.schedules import NAMES
+from shoal.spec.workload import ModelShape, workload_of
 
 SHAPE = ModelShape(layers=16, hidden=2048, ffn=8192, heads=16, kv_heads=4, vocab=32000, seq=2048)
 MODELS = [

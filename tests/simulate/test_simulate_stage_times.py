@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.plan.schedules import Action, Times, Work, make, play
-from shoal.run import Run
-from shoal.simulate import measured_timeline, stage_times
-from shoal.timeline import Kind, Lane, Span, Timeline, explain
+from shoal.predict.simulate import measured_timeline, stage_times
+from shoal.spec.plan.schedules import Action, Times, Work, make, play
+from shoal.spec.run import Run
+from shoal.spec.timeline import Kind, Lane, Span, Timeline, explain
 
 MICRO_BATCHES = 4
 

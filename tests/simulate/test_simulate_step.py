@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.cluster import Cluster, Device, Level
-from shoal.cost.collectives.network import collective_seconds
-from shoal.cost.layout import Layout
-from shoal.cost.time.step import Costs
 from shoal.errors import ClusterError, PlanError
-from shoal.plan import Plan, SettledPlan
-from shoal.plan.group import Group
-from shoal.plan.schedules import NAMES, play
-from shoal.simulate import simulate
-from shoal.timeline import Kind, Lane
-from shoal.workload import ModelShape, Workload, workload_of
+from shoal.predict.cost.collectives.network import collective_seconds
+from shoal.predict.cost.layout import Layout
+from shoal.predict.cost.time.step import Costs
+from shoal.predict.simulate import simulate
+from shoal.spec.cluster import Cluster, Device, Level
+from shoal.spec.plan import Plan, SettledPlan
+from shoal.spec.plan.group import Group
+from shoal.spec.plan.schedules import NAMES, play
+from shoal.spec.timeline import Kind, Lane
+from shoal.spec.workload import ModelShape, Workload, workload_of
 
 ROUNDING = 1e-9
 """Sums in another order differ by less, relatively."""

@@ -2,13 +2,13 @@
 
 import pytest
 
-from shoal.cluster import Cluster
-from shoal.cost.collectives.network import algorithm_seconds
-from shoal.cost.time.jitter import lognormal_maximum
-from shoal.plan import SettledPlan
-from shoal.plan.group import Group
-from shoal.simulate import simulate, traffic_of
-from shoal.workload import ModelShape, shape, workload_of
+from shoal.predict.cost.collectives.network import algorithm_seconds
+from shoal.predict.cost.time.jitter import lognormal_maximum
+from shoal.predict.simulate import simulate, traffic_of
+from shoal.spec.cluster import Cluster
+from shoal.spec.plan import SettledPlan
+from shoal.spec.plan.group import Group
+from shoal.spec.workload import ModelShape, shape, workload_of
 
 CLUSTER = Cluster.parse("dgx-h100:16")
 MODEL = workload_of(ModelShape(layers=8, hidden=512, ffn=2048, heads=8, vocab=4096, seq=256))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.simulate import Meeting, course_of
+from shoal.predict.simulate import Meeting, course_of
 
 SLOW = [3.0, 1.0, 1.0, 1.0]  # seconds of a share
 

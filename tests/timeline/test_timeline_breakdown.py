@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.errors import ShoalError
-from shoal.timeline import Kind, Lane, Span, Timeline, explain
+from shoal.spec.timeline import Kind, Lane, Span, Timeline, explain
 
 COMPUTE_KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.OPTIMIZER)
 PARTS = ("compute", "exposed_communication", "bubble", "data_wait", "file_wait", "straggler_wait", "other")

@@ -5,9 +5,9 @@ import random
 
 import pytest
 
-from shoal.timeline import Timeline
-from shoal.timeline.span import header_line, span_line
-from shoal.timeline.timeline import Tie, fit, tie_line
+from shoal.spec.timeline import Timeline
+from shoal.spec.timeline.span import header_line, span_line
+from shoal.spec.timeline.timeline import Tie, fit, tie_line
 
 SECOND = 1_000_000_000
 UNIX = 1_700_000_000 * SECOND

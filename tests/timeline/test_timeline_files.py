@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ShoalError
-from shoal.timeline import Kind, Lane, Span, Timeline
-from shoal.timeline.span import header_line, parse_span, span_line
+from shoal.spec.timeline import Kind, Lane, Span, Timeline
+from shoal.spec.timeline.span import header_line, parse_span, span_line
 
 HEADER = header_line(0, 5_000_000_000)
 FORWARD = span_line(Kind.FORWARD, Lane.COMPUTE, "", 1.0, 0.5, 0, ())

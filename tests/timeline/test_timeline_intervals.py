@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.timeline.intervals import Intervals, intersect, length, subtract, union
+from shoal.spec.timeline.intervals import Intervals, intersect, length, subtract, union
 
 # Bounds are small whole numbers, so that floats are exact and a set of unit cells is the same thing.
 raw_intervals = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=12)

@@ -5,8 +5,8 @@ from statistics import fmean, median
 
 import pytest
 
-from shoal.timeline import Kind, Lane, Span, Timeline, explain, named_collectives
-from shoal.timeline.series import collective_series, kind_series, seconds_by_kind
+from shoal.spec.timeline import Kind, Lane, Span, Timeline, explain, named_collectives
+from shoal.spec.timeline.series import collective_series, kind_series, seconds_by_kind
 
 
 def spans(rank, forward):

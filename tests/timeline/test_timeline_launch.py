@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shoal.timeline import Kind, Lane, Parts, Span, Timeline, chrome_trace, explain
-from shoal.timeline.span import header_line
+from shoal.spec.timeline import Kind, Lane, Parts, Span, Timeline, chrome_trace, explain
+from shoal.spec.timeline.span import header_line
 
 
 def given(kind: Kind, start: float, stop: float, host: tuple[float, float], name: str = "") -> Span:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ShoalError
-from shoal.timeline import Kind, Lane, Span, Timeline, explain, named_collectives
+from shoal.spec.timeline import Kind, Lane, Span, Timeline, explain, named_collectives
 
 HORIZON = 30
 NAMES = ("all_reduce:bucket 0", "all_reduce:bucket 1", "all_gather:bucket 0")

@@ -2,12 +2,12 @@
 
 import pytest
 
-from shoal.cluster import Cluster
-from shoal.plan import Plan
-from shoal.simulate import simulate
-from shoal.timeline import Kind, Lane, Purpose, Span, Timeline
-from shoal.timeline.series import seconds_by_kind
-from shoal.workload import ModelShape, workload_of
+from shoal.predict.simulate import simulate
+from shoal.spec.cluster import Cluster
+from shoal.spec.plan import Plan
+from shoal.spec.timeline import Kind, Lane, Purpose, Span, Timeline
+from shoal.spec.timeline.series import seconds_by_kind
+from shoal.spec.workload import ModelShape, workload_of
 
 SHAPE = ModelShape(layers=4, hidden=64, ffn=128, heads=4, vocab=64, seq=32)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.timeline import Kind, Lane, Span, Timeline, chrome_trace, write_chrome_trace
+from shoal.spec.timeline import Kind, Lane, Span, Timeline, chrome_trace, write_chrome_trace
 
 TIMELINE = Timeline(
     [

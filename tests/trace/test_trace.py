@@ -12,8 +12,7 @@ from trace_stand_ins import POLICIES, built, configuration, traced
 
 from shoal.errors import ModelError
 from shoal.models import Transformer, TransformerConfig
-from shoal.trace import trace
-from shoal.workload import (
+from shoal.spec.workload import (
     Attention,
     Part,
     Pass,
@@ -23,6 +22,7 @@ from shoal.workload import (
     transformer_shape,
     workload_of,
 )
+from shoal.trace import trace
 
 WIDTHS = {"bf16": 2, "fp32": 4}
 

@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from trace_stand_ins import POLICIES, built, configuration, traced
 
 from shoal.models import add_adapters, next_token_loss
-from shoal.workload import Product, transformer_shape, with_adapters, workload_of
+from shoal.spec.workload import Product, transformer_shape, with_adapters, workload_of
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shoal.errors import PlanError
-from shoal.plan import Plan, SettledPlan
+from shoal.spec.plan import Plan, SettledPlan
 
 __all__ = ["BATCH", "SEQUENCE", "STEPS", "Case", "all_pairs", "draw_cases", "pairs_of"]
 

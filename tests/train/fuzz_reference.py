@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from shoal.data import Loader, Packed
 from shoal.models import mixtures_of
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 __all__ = ["OPTIMIZERS", "SEED", "Trained", "train"]
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from shoal.parallel import LocalUpdates
 from shoal.parallel.exchange.merges import fragments_of
-from shoal.plan import Plan
-from shoal.server import Server, Servers
+from shoal.parallel.exchange.server import Server, Servers
+from shoal.spec.plan import Plan
 from shoal.testing import RankPool
 from shoal.train import OptimizerConfig, Runtime, Trainer
 

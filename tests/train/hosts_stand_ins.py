@@ -10,7 +10,7 @@ from pathlib import Path
 
 from program_stand_ins import Programs
 
-from shoal.run import Run
+from shoal.spec.run import Run
 
 STEPS, FAULT, HOLD = 12, 6, 9
 DEADLINE = 400.0

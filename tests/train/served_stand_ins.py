@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal.server import Server, Servers
+from shoal.parallel.exchange.server import Server, Servers
 from shoal.testing import RankPool
 from shoal.train import OptimizerConfig, Runtime, Trainer
 

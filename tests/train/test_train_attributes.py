@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shoal.parallel import StageLayout
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 from shoal.train import OptimizerConfig, Trainer
 
 VOCABULARY, WIDTH, STEPS, MICRO_BATCHES = 31, 16, 4, 4

@@ -8,19 +8,19 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.cluster import Cluster, Host
-from shoal.cost import memory_of
-from shoal.cost.time import workload_on
 from shoal.errors import ClusterError, ConfigError, PlanError
 from shoal.models import build
 from shoal.models.config import preset
 from shoal.parallel import require_layout
-from shoal.plan import SettledPlan
-from shoal.run import Run
-from shoal.simulate import simulate
+from shoal.predict.cost import memory_of
+from shoal.predict.cost.time import workload_on
+from shoal.predict.simulate import simulate
+from shoal.spec.cluster import Cluster, Host
+from shoal.spec.plan import SettledPlan
+from shoal.spec.run import Run
+from shoal.spec.workload import shape
 from shoal.train import TrainConfig, automatic, choose_ranks, resolve
 from shoal.train.automatic import PROCESS_BYTES, within_memory
-from shoal.workload import shape
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -5,7 +5,7 @@ import torch
 from auxiliary_stand_ins import reference, train
 
 from shoal.errors import WorkerError
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 PLANS = [
     "dp=1",

@@ -21,7 +21,7 @@ from batch_stand_ins import (
 )
 
 from shoal.models.task import map_tensors, tensors_in
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 # fp32 sums in another order, which AdamW's division enlarges.
 CLOSE = {"rel": 1e-4}

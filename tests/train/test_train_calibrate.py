@@ -9,9 +9,9 @@ import pytest
 from port_stand_ins import free_port
 from run_stand_ins import shoal, shoal_as_rank
 
-from shoal.cluster import Cluster
-from shoal.run import Run
-from shoal.simulate import Prediction, recorded_cluster, simulate
+from shoal.predict.simulate import Prediction, recorded_cluster, simulate
+from shoal.spec.cluster import Cluster
+from shoal.spec.run import Run
 
 PLANS = {"dp": "dp=2", "zero1": "dp=2,shard=zero1", "tp": "tp=2"}
 

@@ -7,7 +7,7 @@ import torch
 from chat_stand_ins import MARKED, SPECIAL, WORDS, conversations, write_jsonl, write_tokenizer
 from run_stand_ins import train
 
-from shoal.run import Run
+from shoal.spec.run import Run
 from shoal.train import load_model
 
 transformers = pytest.importorskip("transformers")

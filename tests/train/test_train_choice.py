@@ -2,8 +2,8 @@
 
 import pytest
 
-from shoal.plan import Plan
-from shoal.planner import DENSE, CodecMeasure, Conditions
+from shoal.predict.planner import DENSE, CodecMeasure, Conditions
+from shoal.spec.plan import Plan
 from shoal.train.choice import REVIEW, Choices
 from shoal.train.measured_exchange import Link
 

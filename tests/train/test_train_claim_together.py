@@ -10,8 +10,8 @@ from rank_stand_ins import on_ranks
 
 from shoal.checkpoint import Coordinator
 from shoal.errors import RunError
-from shoal.run import Run
-from shoal.run.writer import Claiming, is_written
+from shoal.spec.run import Run
+from shoal.spec.run.writer import Claiming, is_written
 from shoal.train.agreement import claim_together
 
 

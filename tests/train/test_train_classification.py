@@ -9,7 +9,7 @@ import torch
 from labelled_stand_ins import shape, texts, write_tokenizer, write_tsv
 from run_stand_ins import shoal, train
 
-from shoal.run import Run
+from shoal.spec.run import Run
 from shoal.train import load_model
 
 transformers = pytest.importorskip("transformers")

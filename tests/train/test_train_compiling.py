@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.cluster import Cluster
-from shoal.cost import Costs
-from shoal.cost.time import workload_on
 from shoal.models import Transformer, preset
-from shoal.plan import SettledPlan
-from shoal.simulate import played_seconds
+from shoal.predict.cost import Costs
+from shoal.predict.cost.time import workload_on
+from shoal.predict.simulate import played_seconds
+from shoal.spec.cluster import Cluster
+from shoal.spec.plan import SettledPlan
+from shoal.spec.workload import shape
 from shoal.train.compiling import Compiling, with_compile
-from shoal.workload import shape
 
 
 def test_compiling_is_told_when_it_is_over_and_when_it_comes_again():

@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
-from shoal.cluster import Cluster
 from shoal.errors import PlanError
 from shoal.launch import EXIT_STOPPED, Generation, Membership
-from shoal.plan import Plan, SettledPlan
-from shoal.run import Run
+from shoal.spec.cluster import Cluster
+from shoal.spec.plan import Plan, SettledPlan
+from shoal.spec.run import Run
 from shoal.train import Job, TrainConfig, elastic
 from shoal.train.elastic import _leave, _plan_in, group_failure, plan_for
 

@@ -11,7 +11,7 @@ from hosts_stand_ins import Cluster, trained_on_one_host
 from port_stand_ins import free_port
 
 from shoal.launch import EXIT_STOPPED, has_accelerators
-from shoal.run import Run
+from shoal.spec.run import Run
 
 # Ranks get the backend with the fork; where there are accelerators they are started as programs.
 pytestmark = pytest.mark.skipif(

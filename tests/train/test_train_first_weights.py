@@ -8,7 +8,7 @@ from run_stand_ins import train
 
 from shoal.checkpoint import compare, resolve
 from shoal.cli.main import main
-from shoal.run import Run
+from shoal.spec.run import Run
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from fuzz_reference import train
 from fuzz_stand_ins import Pools, run_case
 
 from shoal.errors import UserError, WorkerError
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 BY_ROUNDING = 32  # an error may be so many times what fp32 makes in one process
 ULP = 2.0**-23

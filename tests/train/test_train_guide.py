@@ -10,8 +10,8 @@ from train_stand_ins import make_trainer, weights
 from shoal.parallel import LocalUpdates
 from shoal.parallel.communication import Axis
 from shoal.parallel.exchange import guided_updates
-from shoal.plan import Plan
-from shoal.planner import DENSE
+from shoal.predict.planner import DENSE
+from shoal.spec.plan import Plan
 from shoal.train import Callbacks, HeldOut, OptimizerConfig, Runtime, guide, measured_exchange, stepping
 from shoal.train.choice import Compared, HeldOutValues, Stray, Watch, compared
 from shoal.train.passes import Passes

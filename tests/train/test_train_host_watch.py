@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from shoal.collectives import watch_hangs
-from shoal.doctor import Finding, HostReport, Verdict
 from shoal.launch import World
-from shoal.run import Run
+from shoal.machine.doctor import Finding, HostReport, Verdict
+from shoal.spec.run import Run
 from shoal.train import agreement
 
 

@@ -11,7 +11,7 @@ import torch
 from device_stand_ins import SimulatedDevice
 
 from shoal.record import DeviceRecorder
-from shoal.timeline import Kind, Lane, Timeline, explain
+from shoal.spec.timeline import Kind, Lane, Timeline, explain
 from shoal.train.micro_batch import Inputs
 
 

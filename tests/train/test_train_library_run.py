@@ -11,7 +11,7 @@ from library_run_stand_ins import go_on_with_it, leave_a_run, refusal_of
 import shoal
 from shoal import train
 from shoal.cli.main import main
-from shoal.run import Run
+from shoal.spec.run import Run
 
 
 def report(path, capsys):

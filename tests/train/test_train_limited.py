@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from limited_stand_ins import BATCH, SHAPE
 
-from shoal.cost import memory_of
 from shoal.models import preset
-from shoal.plan import SettledPlan
-from shoal.workload import transformer_shape, workload_of
+from shoal.predict.cost import memory_of
+from shoal.spec.plan import SettledPlan
+from shoal.spec.workload import transformer_shape, workload_of
 
 STATE_BYTES = 16  # of a parameter in fp32: value, gradient and Adam's two moments
 PLAN = "shard=zero3"

@@ -11,7 +11,7 @@ from shoal.cli.main import main
 from shoal.data import Loader, prepare
 from shoal.errors import ModelError
 from shoal.models import is_adapter, next_token_loss, plain_name
-from shoal.run import Run
+from shoal.spec.run import Run
 from shoal.train import load_model
 from shoal.train.config import load_config
 from shoal.train.export import export

@@ -7,7 +7,7 @@ from run_stand_ins import shoal, train
 
 from shoal.errors import ConfigError
 from shoal.models import build
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 from shoal.train import TrainConfig
 from shoal.train.job import require_offload
 

@@ -19,7 +19,7 @@ from optimizer_stand_ins import (
 )
 
 from shoal.errors import ConfigError
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 from shoal.train import OptimizerConfig, learning_rate, load_config
 from shoal.train.learning_rate import RateCourse
 

@@ -11,8 +11,8 @@ from shoal.data import Packed, PackedSamples, TokenSamples
 from shoal.models import Documents, Transformer, TransformerConfig, next_token_loss
 from shoal.models.attention import causal_attention
 from shoal.models.transformer import positions_from_zero
-from shoal.plan import Plan
-from shoal.run import Run
+from shoal.spec.plan import Plan
+from shoal.spec.run import Run
 from shoal.train import Trainer, TrainingData
 
 END, SEQ, BATCH, STEPS = 0, 32, 4, 2

@@ -8,7 +8,7 @@ import pytest
 from pairs_stand_ins import save_and_go_on, take_up
 from train_stand_ins import SEQUENCE
 
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 pytestmark = pytest.mark.long
 

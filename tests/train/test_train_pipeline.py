@@ -18,8 +18,8 @@ from train_stand_ins import (
 from shoal.checkpoint import read_manifest
 from shoal.models import build
 from shoal.parallel import StageLayout
-from shoal.plan import Plan
-from shoal.run import Run
+from shoal.spec.plan import Plan
+from shoal.spec.run import Run
 from shoal.train import OptimizerConfig, Trainer, load_model
 
 VOCABULARY = 64

@@ -8,8 +8,8 @@ import pytest
 from port_stand_ins import free_port
 from run_stand_ins import shoal, shoal_as_rank
 
-from shoal.plan import Plan
-from shoal.run import Run
+from shoal.spec.plan import Plan
+from shoal.spec.run import Run
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from portable_stand_ins import (
 import shoal
 from shoal.checkpoint import Piece, SingleProcess, checkpoints, dtype_named, load, read_manifest, verify
 from shoal.errors import CheckpointError
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 HYBRID = "dp=4,replicate=2,shard=zero3"
 

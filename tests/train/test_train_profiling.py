@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from shoal.record import Marks, SpanRecorder
-from shoal.timeline import Kind
+from shoal.spec.timeline import Kind
 from shoal.train.execution import Profiling
 from shoal.units import parse_steps
 

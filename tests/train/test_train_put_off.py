@@ -10,8 +10,8 @@ from run_stand_ins import shoal_as_rank, train
 from shoal.checkpoint import checkpoints
 from shoal.models import Transformer, TransformerConfig
 from shoal.parallel import parallelize
-from shoal.plan import Plan
-from shoal.run import Run
+from shoal.spec.plan import Plan
+from shoal.spec.run import Run
 from shoal.train.put_off import are_put_off, give_put_off_values, put_off_first_values
 
 SHAPE = {"vocab_size": 61, "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "seq": 16}

@@ -15,7 +15,7 @@ from random_stand_ins import (
     without_collate,
 )
 
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 
 def ranks_of(plan):

@@ -16,8 +16,8 @@ from train_stand_ins import STEPS, make_trainer
 from shoal.errors import CommunicationError, ReplicaError
 from shoal.models import next_token_loss
 from shoal.parallel.owned import checksum
-from shoal.plan import Plan
-from shoal.run import Run
+from shoal.spec.plan import Plan
+from shoal.spec.run import Run
 from shoal.train import Runtime
 
 PLANS = [

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 from shoal.train import OptimizerConfig, Trainer, learning_rate
 
 transformers = pytest.importorskip("transformers")

@@ -13,8 +13,8 @@ from run_stand_ins import shoal, shoal_as_rank, shoal_in_a_process_that_saw_no_m
 from shoal.checkpoint import checkpoints, step_of
 from shoal.data import prepare
 from shoal.models import build, next_token_loss
-from shoal.run import Run
-from shoal.timeline import Timeline, explain
+from shoal.spec.run import Run
+from shoal.spec.timeline import Timeline, explain
 from shoal.train import load_model
 
 

@@ -13,8 +13,8 @@ from skip_stand_ins import (
     steps_beside_a_run_without,
 )
 
-from shoal.plan import Plan
-from shoal.run import Run
+from shoal.spec.plan import Plan
+from shoal.spec.run import Run
 from shoal.train.update import Skips
 
 PLANS = ["dp=1", "dp=2", "dp=2,shard=zero1", "dp=2,shard=zero2,microbatch=2", "dp=2,shard=zero3,microbatch=1"]

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from turns import Turns
 
+from shoal.parallel.exchange.server import Server, Servers
 from shoal.parallel.exchange.stability import most_stable_step
-from shoal.run import Run
-from shoal.server import Server, Servers
+from shoal.spec.run import Run
 from shoal.train import OptimizerConfig, Runtime, Trainer
 from shoal.train.served import Curvature
 

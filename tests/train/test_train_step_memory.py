@@ -5,14 +5,14 @@ import torch
 from run_stand_ins import train
 from step_memory_stand_ins import measured_in_second_step
 
-from shoal.cost import Memories, memory_of
-from shoal.cost.memory import by_piece
 from shoal.models import TransformerConfig
-from shoal.plan import Plan, SettledPlan
-from shoal.run import OUTSIDE, Run
+from shoal.predict.cost import Memories, memory_of
+from shoal.predict.cost.memory import by_piece
+from shoal.spec.plan import Plan, SettledPlan
+from shoal.spec.run import OUTSIDE, Run
+from shoal.spec.workload import transformer_shape, workload_of
 from shoal.train.config import TrainConfig
 from shoal.train.out_of_memory import does_not_fit, is_out_of_memory
-from shoal.workload import transformer_shape, workload_of
 
 SHAPE = TransformerConfig(vocab_size=512, layers=3, hidden=128, heads=4, kv_heads=4, ffn=512, seq=256)
 MICROBATCH = 2

@@ -16,7 +16,7 @@ from shoal.launch import EXIT_STOPPED, StopSignal
 from shoal.models import next_token_loss
 from shoal.parallel.communication import Axis
 from shoal.record import NullRecorder
-from shoal.run import Run
+from shoal.spec.run import Run
 from shoal.train.agreement import StopTogether, are_all_asked
 from shoal.train.compiling import Compiling
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from run_stand_ins import train
 
-from shoal.run import Run
+from shoal.spec.run import Run
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 from run_stand_ins import shoal
 
 from shoal.record import Destinations, Logger
-from shoal.run import account
+from shoal.spec.run import account
 
 # The schedule is called at the beginning of each step, on every rank. A command that goes on has no fault.
 FAULTS = """

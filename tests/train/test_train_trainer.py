@@ -24,7 +24,7 @@ from train_stand_ins import (
 )
 
 from shoal.errors import CheckpointError, PlanError
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 SHARDS = ("none", "zero1", "zero2", "zero3", "zero3-once")
 LAYOUTS = [f"dp={ranks},shard={shard},microbatch=2" for ranks in (1, 2) for shard in SHARDS]

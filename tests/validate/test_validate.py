@@ -10,20 +10,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.cluster import Cluster, Device
-from shoal.cost.collectives.network import collective_seconds
-from shoal.cost.layout import Layout
-from shoal.cost.memory.memory import Memories
-from shoal.cost.time.compute import attention_seconds, product_seconds
-from shoal.cost.time.step import Costs
 from shoal.errors import ClusterError, UserError
-from shoal.plan.group import Group
-from shoal.planner.space import usual_bucket
-from shoal.simulate import played_seconds
-from shoal.validate.cells import Comparison, accuracy_of
-from shoal.validate.predictions import is_fitted, validate
-from shoal.validate.steps import machine_of, read_table
-from shoal.workload import Attention, workload_of
+from shoal.predict.cost.collectives.network import collective_seconds
+from shoal.predict.cost.layout import Layout
+from shoal.predict.cost.memory.memory import Memories
+from shoal.predict.cost.time.compute import attention_seconds, product_seconds
+from shoal.predict.cost.time.step import Costs
+from shoal.predict.planner.space import usual_bucket
+from shoal.predict.simulate import played_seconds
+from shoal.predict.validate.cells import Comparison, accuracy_of
+from shoal.predict.validate.predictions import is_fitted, validate
+from shoal.predict.validate.steps import machine_of, read_table
+from shoal.spec.cluster import Cluster, Device
+from shoal.spec.plan.group import Group
+from shoal.spec.workload import Attention, workload_of
 
 HEAD = (
     "family,model,layers,hidden,ffn,heads,kv_heads,vocab,seq,gated_mlp,device,devices_per_node,"

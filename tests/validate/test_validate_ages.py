@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.cluster import Device
-from shoal.validate.cells import FLASH1, attention_of, with_attention, year_of
+from shoal.predict.validate.cells import FLASH1, attention_of, with_attention, year_of
+from shoal.spec.cluster import Device
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,12 @@
 import pytest
 
 from shoal.cli.main import main
-from shoal.cluster import Cluster
-from shoal.cost.collectives import collective_seconds
 from shoal.errors import UserError
-from shoal.plan import Group
-from shoal.validate import is_fitted, read_collectives, validate
-from shoal.validate.collectives import LAUNCH, over_all_collectives
+from shoal.predict.cost.collectives import collective_seconds
+from shoal.predict.validate import is_fitted, read_collectives, validate
+from shoal.predict.validate.collectives import LAUNCH, over_all_collectives
+from shoal.spec.cluster import Cluster
+from shoal.spec.plan import Group
 
 DEVICES = "op,device,ranks,size_bytes,time_us,source\n"
 PLATFORMS = "op,platform,nodes,ranks,size_bytes,time_us,note\n"

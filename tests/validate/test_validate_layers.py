@@ -2,10 +2,10 @@
 
 import pytest
 
-from shoal.cluster import Cluster
 from shoal.errors import DataError
-from shoal.validate.collectives import read_collectives
-from shoal.validate.operations import read_layers
+from shoal.predict.validate.collectives import read_collectives
+from shoal.predict.validate.operations import read_layers
+from shoal.spec.cluster import Cluster
 
 LAYERS = "experiment,forward_ms,backward_ms,config\n"
 COLLECTIVES = "op,platform,nodes,ranks,size_bytes,time_us,note\n"

@@ -6,9 +6,9 @@ from statistics import fmean
 
 import pytest
 
-from shoal.cluster import Cluster
-from shoal.probe import fitted, read_measurements
-from shoal.validate import read_table, validate
+from shoal.machine.probe import fitted, read_measurements
+from shoal.predict.validate import read_table, validate
+from shoal.spec.cluster import Cluster
 
 DATA = Path(__file__).resolve().parents[2] / "benchmarks" / "data"
 STEPS = DATA / "steps_one_h100.csv"

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cluster import Device
 from shoal.errors import ClusterError, DataError
-from shoal.validate import accuracy_of, is_fitted, read_operations, validate
-from shoal.validate.operations import ATTENTION_COLUMNS, PRODUCT_COLUMNS
+from shoal.predict.validate import accuracy_of, is_fitted, read_operations, validate
+from shoal.predict.validate.operations import ATTENTION_COLUMNS, PRODUCT_COLUMNS
+from shoal.spec.cluster import Device
 
 DATA = Path(__file__).resolve().parents[2] / "benchmarks" / "data"
 PRODUCTS, ATTENTION = DATA / "products.csv", DATA / "attention.csv"

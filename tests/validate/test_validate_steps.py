@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import DataError
-from shoal.plan import SettledPlan
-from shoal.validate.cells import ATTENTIONS, PRECISIONS, RECOMPUTES, SHARDING_NAMES, spelled
-from shoal.validate.steps import COLUMNS, read_table
+from shoal.predict.validate.cells import ATTENTIONS, PRECISIONS, RECOMPUTES, SHARDING_NAMES, spelled
+from shoal.predict.validate.steps import COLUMNS, read_table
+from shoal.spec.plan import SettledPlan
 
 ROW = {
     "family": "papers",

@@ -3,7 +3,7 @@
 import pytest
 from web_stand_ins import DESCRIPTION, write_metrics, write_timeline
 
-from shoal.run import Run
+from shoal.spec.run import Run
 
 
 @pytest.fixture

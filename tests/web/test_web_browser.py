@@ -12,7 +12,7 @@ from urllib.parse import quote
 import pytest
 from web_stand_ins import DESCRIPTION, write_metrics, write_timeline
 
-from shoal.run import Run
+from shoal.spec.run import Run
 from shoal.web import PAGES, export
 
 pytestmark = pytest.mark.long

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shoal.analyze.diagnosis.run_follower import RunFollower
 from shoal.cli.main import main
-from shoal.cost import AlphaBeta, find_algorithm
-from shoal.cost.collectives import MOVED, motion
-from shoal.diagnosis.run_follower import RunFollower
-from shoal.run import write_event
+from shoal.predict.cost import AlphaBeta, find_algorithm
+from shoal.predict.cost.collectives import MOVED, motion
+from shoal.spec.run import write_event
 from shoal.web.app import STATIC
 from shoal.web.export import bundle, export
 from shoal.web.live import ddp

@@ -9,13 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from web_stand_ins import LATE, SECOND, write_metrics, write_timeline
 
-from shoal.diagnosis.run_follower import RunFollower
+from shoal.analyze.diagnosis.run_follower import RunFollower
 from shoal.errors import ShoalError
-from shoal.run import metrics_line, metrics_tail, read_metrics
-from shoal.run.metrics_tail import MetricsTail
-from shoal.run.timeline_files import TimelineFiles
-from shoal.timeline import Timeline
-from shoal.timeline.timeline import Tie, tie_line
+from shoal.spec.run import metrics_line, metrics_tail, read_metrics
+from shoal.spec.run.metrics_tail import MetricsTail
+from shoal.spec.run.timeline_files import TimelineFiles
+from shoal.spec.timeline import Timeline
+from shoal.spec.timeline.timeline import Tie, tie_line
 from shoal.web.live import MEASURES, live
 from shoal.web.query import MOST_POINTS, Query, thinned
 from shoal.web.timeline import shown_spans, timeline

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from shoal.run import Run
+from shoal.spec.run import Run
 
 LIMIT = 60  # seconds for an answer, on a machine that is busy
 

@@ -2,15 +2,15 @@
 
 import pytest
 
-from shoal.cluster import Cluster
-from shoal.cost import memory_of
-from shoal.cost.layout import Layout
-from shoal.cost.memory import kept_bytes
-from shoal.cost.time import workload_on
 from shoal.models import add_adapters, build
-from shoal.plan import Plan, SettledPlan
-from shoal.simulate import simulate
-from shoal.workload import from_json, shape, to_json, with_adapters
+from shoal.predict.cost import memory_of
+from shoal.predict.cost.layout import Layout
+from shoal.predict.cost.memory import kept_bytes
+from shoal.predict.cost.time import workload_on
+from shoal.predict.simulate import simulate
+from shoal.spec.cluster import Cluster
+from shoal.spec.plan import Plan, SettledPlan
+from shoal.spec.workload import from_json, shape, to_json, with_adapters
 
 LAPTOP = Cluster.preset("laptop", 2)
 WHOLE = workload_on(LAPTOP, shape("tiny"))

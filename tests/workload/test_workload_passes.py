@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.models import Transformer, TransformerConfig
-from shoal.workload import Pass, transformer_shape, workload_of
+from shoal.spec.workload import Pass, transformer_shape, workload_of
 
 SIZES = {"vocab_size": 512, "layers": 3, "hidden": 128, "heads": 4, "kv_heads": 4, "ffn": 384, "seq": 64}
 EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_ffn": 192}

@@ -7,7 +7,7 @@ import pytest
 
 from shoal.errors import ModelError
 from shoal.models import TransformerConfig, preset, preset_names
-from shoal.workload import ModelShape, shape, shape_names, transformer_shape, workload_of
+from shoal.spec.workload import ModelShape, shape, shape_names, transformer_shape, workload_of
 
 EXACT = {
     # Parameters of the weights that were published with each model.
@@ -93,5 +93,7 @@ def test_a_shape_that_contradicts_itself_is_refused(changes, named):
 
 
 def test_shapes_are_named_without_importing_torch():
-    program = "import sys; from shoal.workload import shape; shape('tiny'); sys.exit('torch' in sys.modules)"
+    program = (
+        "import sys; from shoal.spec.workload import shape; shape('tiny'); sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0

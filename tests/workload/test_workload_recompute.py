@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shoal.models import Transformer, TransformerConfig
 from shoal.parallel.compiled import compile_blocks
-from shoal.workload import Product, transformer_shape, workload_of
+from shoal.spec.workload import Product, transformer_shape, workload_of
 
 EXPERTS = {"experts": 4, "experts_per_token": 2, "expert_ffn": 24}
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.workload import Attention, Keep, Part, Product, Saved, shape, workload_of
+from shoal.spec.workload import Attention, Keep, Part, Product, Saved, shape, workload_of
 
 GPT = shape("gpt3-13b")
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ModelError
-from shoal.workload import (
+from shoal.spec.workload import (
     Block,
     Keep,
     Parameters,

@@ -11,7 +11,7 @@ from shoal.collectives.codecs import native, with_torch
 from shoal.collectives.codecs.with_torch import most_threshold_bytes
 from shoal.collectives.core import Core, load_core
 from shoal.errors import PlanError
-from shoal.plan import Compression
+from shoal.spec.plan import Compression
 
 
 @dataclass(frozen=True, slots=True)

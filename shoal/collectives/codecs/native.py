@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from shoal.collectives.core import Core
-from shoal.plan import Compression
+from shoal.spec.plan import Compression
 
 KINDS = ("int8", "int4", "fp8", "sign", "topk", "topk:2bit", "threshold", "random")
 """The kinds of csrc/codecs/codec.h, in the order of their numbers."""

@@ -49,7 +49,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from shoal.plan import BLOCK, CHUNK, Compression
+from shoal.spec.plan import BLOCK, CHUNK, Compression
 
 _32_BITS = 0xFFFF_FFFF
 _64_BITS = 0xFFFF_FFFF_FFFF_FFFF

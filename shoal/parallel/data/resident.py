@@ -32,7 +32,7 @@ from shoal.parallel.data.gradient import GradientReduction
 from shoal.parallel.data.gradient_sum import GradientSum
 from shoal.parallel.data.strategy import Setup, Strategy, groups_by_size
 from shoal.parallel.owned import Frozen, Owned
-from shoal.plan import Sharding
+from shoal.spec.plan import Sharding
 
 
 class WeightUpdate:

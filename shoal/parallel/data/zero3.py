@@ -31,7 +31,7 @@ from shoal.parallel.data.gradient import GradientReduction
 from shoal.parallel.data.gradient_sum import GradientSum
 from shoal.parallel.data.strategy import Setup, Strategy, groups_by_block
 from shoal.parallel.owned import Frozen, Owned
-from shoal.plan import Sharding
+from shoal.spec.plan import Sharding
 
 
 def zero3(setup: Setup, sharding: Sharding) -> Strategy:

@@ -19,7 +19,7 @@ from shoal.parallel.exchange.merges import outer_settings
 from shoal.parallel.exchange.worker_exchange import STEPS, WorkerUpdates
 from shoal.parallel.optimizer.composed import copy_settings
 from shoal.parallel.parallel import Parallel
-from shoal.plan import SYNCHRONOUS, Exchange
+from shoal.spec.plan import SYNCHRONOUS, Exchange
 
 _SAMPLE = 1 << 20
 """Elements of a gradient that are looked at."""

@@ -48,7 +48,7 @@ from shoal.parallel.optimizer.composed import parts_of
 from shoal.parallel.owned import Owned, checksum, local_part
 from shoal.parallel.parallel import Parallel
 from shoal.parallel.place import on_device
-from shoal.plan import Exchange
+from shoal.spec.plan import Exchange
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from shoal.parallel.communication import Axis, Pending, new_buffer
 from shoal.parallel.exchange.sums import CompressedSum, sum_over
 from shoal.parallel.owned import Owned, local_part
 from shoal.parallel.parallel import Parallel
-from shoal.plan import Exchange
+from shoal.spec.plan import Exchange
 
 
 @dataclass(frozen=True, slots=True)

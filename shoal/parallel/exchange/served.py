@@ -28,13 +28,13 @@ from shoal.parallel.exchange.served_state import (
     take_state,
     unpack,
 )
+from shoal.parallel.exchange.server import Blueprint, Decision, Mode, Servers, Terms
 from shoal.parallel.exchange.sums import ErrorMemory, seed_of
 from shoal.parallel.exchange.worker_exchange import Progress, Turn, WorkerUpdates
 from shoal.parallel.parallel import Parallel
-from shoal.plan import Compression
 from shoal.record import NullRecorder, Recorder
-from shoal.server import Blueprint, Decision, Mode, Servers, Terms
-from shoal.timeline import Kind, Lane, Purpose
+from shoal.spec.plan import Compression
+from shoal.spec.timeline import Kind, Lane, Purpose
 
 
 @final

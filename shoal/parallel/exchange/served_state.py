@@ -16,10 +16,10 @@ import torch
 from torch.optim import Optimizer
 
 from shoal.errors import LayoutError, TrainingError
+from shoal.parallel.exchange.server import Blueprint
 from shoal.parallel.optimizer.composed import Composed, title_of
 from shoal.parallel.owned import Owned, local_part
 from shoal.parallel.parallel import Parallel
-from shoal.server import Blueprint
 
 
 def pack(owned: Sequence[Owned], tensors: Sequence[torch.Tensor | None], vector: torch.Tensor) -> None:

@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from shoal.plan import BLOCK, CHUNK, Compression
+from shoal.spec.plan import BLOCK, CHUNK, Compression
 
 _LEVELS = {"int8": 127, "int4": 7}
 """Numbers of the format from 0 to the largest magnitude of a block."""

@@ -38,7 +38,7 @@ from torch.nn.functional import linear
 
 from shoal.collectives import Codec, codec_of
 from shoal.parallel.communication import Axis, Pending, Then, new_buffer
-from shoal.plan import BLOCK, Compression, Exchange, Plan
+from shoal.spec.plan import BLOCK, Compression, Exchange, Plan
 
 
 @dataclass(slots=True)

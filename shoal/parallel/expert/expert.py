@@ -31,7 +31,7 @@ from shoal.models.experts import run_experts, within_capacity
 from shoal.models.once_differentiable import once_differentiable
 from shoal.parallel.communication import Axis, new_buffer
 from shoal.parallel.owned import Cut
-from shoal.plan import divisors
+from shoal.spec.plan import divisors
 
 Positions = Callable[[int, torch.device], Tensor]
 """From a number of local positions and a device, gives their places in the sample, `[seq]`, int64."""

@@ -30,7 +30,7 @@ from shoal.parallel.offload.storage import HostSegment, Segment, Storage, Stored
 from shoal.parallel.optimizer.composed import Composed, OptimizerPart, copy_settings, loss_of, title_of
 from shoal.parallel.owned import ALIGNMENT, Owned, like, local_part
 from shoal.parallel.parallel import Parallel
-from shoal.plan import BLOCK_ELEMENTS, BUFFERS, GRANULE
+from shoal.spec.plan import BLOCK_ELEMENTS, BUFFERS, GRANULE
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,9 +37,9 @@ import torch
 from shoal.collectives import return_freed_memory, use_huge_pages
 from shoal.collectives.host_buffers import HostPages
 from shoal.errors import ConfigError, LayoutError, OffloadError
-from shoal.plan import GRANULE, Plan, Tiers
 from shoal.record import NullRecorder, Recorder
-from shoal.timeline import Kind
+from shoal.spec.plan import GRANULE, Plan, Tiers
+from shoal.spec.timeline import Kind
 from shoal.units import format_bytes
 
 

@@ -30,7 +30,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from shoal.parallel.offload.storage import Segment, Storage, aligned_buffer
-from shoal.plan import GRANULE, Plan, block_choices
+from shoal.spec.plan import GRANULE, Plan, block_choices
 
 
 @final

@@ -19,7 +19,7 @@ from torch import Tensor
 from shoal.parallel.communication import Axis, Pending
 from shoal.parallel.micro_batches import kind_of, next_of
 from shoal.parallel.pipeline.stage_chain import Form, StageChain
-from shoal.plan.schedules import Action, Payload, Receive, Send
+from shoal.spec.plan.schedules import Action, Payload, Receive, Send
 
 MicroBatch = tuple[Any, Tensor]
 """The model's input, and the targets of its output."""

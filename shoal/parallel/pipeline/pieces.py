@@ -25,10 +25,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shoal.cluster import Cluster
-from shoal.cost import Costs, Layout, settle_split
-from shoal.cost.memory import block_memory, state_bytes
-from shoal.cost.time import workload_on
 from shoal.errors import ClusterError, ConfigError
 from shoal.models import Mixture, Transformer
 from shoal.parallel.owned import Cut
@@ -41,9 +37,13 @@ from shoal.parallel.pipeline.stage_layout import (
     tied_names,
 )
 from shoal.parallel.pipeline.stages import Stage, take_stages
-from shoal.plan import Plan, SettledPlan
-from shoal.plan.schedules import Times
-from shoal.plan.stages import (
+from shoal.predict.cost import Costs, Layout, settle_split
+from shoal.predict.cost.memory import block_memory, state_bytes
+from shoal.predict.cost.time import workload_on
+from shoal.spec.cluster import Cluster
+from shoal.spec.plan import Plan, SettledPlan
+from shoal.spec.plan.schedules import Times
+from shoal.spec.plan.stages import (
     Cost,
     parse_split,
     ranges_of,
@@ -52,7 +52,7 @@ from shoal.plan.stages import (
     split_text,
     times_of,
 )
-from shoal.workload import ModelShape, transformer_shape, workload_of
+from shoal.spec.workload import ModelShape, transformer_shape, workload_of
 
 
 class Batch(NamedTuple):

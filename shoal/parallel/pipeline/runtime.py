@@ -31,10 +31,10 @@ from shoal.parallel.pipeline.messages import Messages, MicroBatch, StepData
 from shoal.parallel.pipeline.outputs import broadcast_output
 from shoal.parallel.pipeline.stage_chain import StageChain
 from shoal.parallel.pipeline.stages import Stage
-from shoal.plan import Plan
-from shoal.plan.schedules import Action, Payload, Receive, Send, Step, Times, Work, transfers
 from shoal.record import Recorder
-from shoal.timeline import Kind
+from shoal.spec.plan import Plan
+from shoal.spec.plan.schedules import Action, Payload, Receive, Send, Step, Times, Work, transfers
+from shoal.spec.timeline import Kind
 
 Loss = Callable[[Any, Tensor], Tensor]
 """A function from the model's output and the targets to the mean loss of a micro-batch."""

@@ -531,7 +531,7 @@ def _require_ranges(ranges: Mapping[int, range], places: Sequence[Place], pieces
                 f"the pieces {each} of stage {index} are not in a model of {pieces} pieces, or another stage "
                 "has them",
                 possible=f"ranges of pieces within 0 to {pieces - 1} that do not overlap",
-                change="split the model with `shoal.plan.stages`",
+                change="split the model with `shoal.spec.plan.stages`",
             )
         if not filled & set(each):
             raise PlanError(

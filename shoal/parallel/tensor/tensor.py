@@ -44,7 +44,7 @@ from shoal.parallel.tensor.tensor_layout import (
     watch_heads,
 )
 from shoal.parallel.tensor.vocabulary import SplitLogits, embed_rows
-from shoal.plan import Plan
+from shoal.spec.plan import Plan
 
 
 class TensorCuts(NamedTuple):

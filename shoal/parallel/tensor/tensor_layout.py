@@ -37,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shoal.errors import ModelError, PlanError, nearest
 from shoal.models import base_layer
-from shoal.plan import divisors
+from shoal.spec.plan import divisors
 
 
 @dataclass(frozen=True, slots=True)

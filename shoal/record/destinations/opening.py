@@ -31,7 +31,7 @@ from shoal.collectives.thread_device import on_callers_device, take_device
 from shoal.errors import ConfigError, MissingExtraError
 from shoal.listener import Handshake, Listener, head_of_request, listen, loopback
 from shoal.record.metrics import Logger
-from shoal.run import Run
+from shoal.spec.run import Run
 
 _LONGEST = 500  # signs of a parameter: MLflow refuses longer ones
 
@@ -91,7 +91,7 @@ class OpenTelemetryLogger(Logger):
     """Send the newest value of each name every few seconds, as the gauge `shoal.NAME` of the service `shoal`.
 
     Args:
-        run: Name of the run, the attribute `shoal.run` of the resource.
+        run: Name of the run, the attribute `shoal.spec.run` of the resource.
         endpoint: Address of a collector, such as http://127.0.0.1:4318.
         seconds: Time between two messages.
     """
@@ -106,7 +106,7 @@ class OpenTelemetryLogger(Logger):
         reader = PeriodicExportingMetricReader(
             exporter, export_interval_millis=1000 * seconds, export_timeout_millis=5000
         )
-        resource = Resource.create({"service.name": "shoal", "shoal.run": run})
+        resource = Resource.create({"service.name": "shoal", "shoal.spec.run": run})
         self._provider = MeterProvider(metric_readers=[reader], resource=resource)
         self._meter = self._provider.get_meter("shoal")
         self._gauges: dict[str, Any] = {}
