@@ -1,4 +1,4 @@
-"""Memory as a run measures it: held to the formulas of shoal/cost, and to plain sums."""
+"""Memory as a run measures it: held to the formulas of shoal/predict/cost, and to plain sums."""
 
 import pytest
 import torch
