@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from gpu_outcome import Short
 
-from shoal.launch import EXIT_AGAIN, Membership
-from shoal.launch.roster import Roster
+from shoal.launch.elastic import Membership
+from shoal.launch.elastic.roster import Roster
+from shoal.launch.local import EXIT_AGAIN
 from shoal.train.elastic import _leave, abort, group_failure
 
 __all__ = [

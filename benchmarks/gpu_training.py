@@ -23,8 +23,8 @@ from gpu_sources import CORE_FAILURE
 from gpu_steps import probed_file
 
 from shoal.collectives import is_built
+from shoal.launch.submit import EXIT_STOPPED
 from shoal.models import Transformer, preset
-from shoal.submit import EXIT_STOPPED
 from shoal.train import OptimizerConfig, Trainer, TrainingData
 
 __all__ = [

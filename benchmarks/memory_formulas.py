@@ -1,8 +1,8 @@
 """Memory of a rank by formula, for `memory.py` and `pipeline_memory.py`: what `shoal.predict.cost` says.
 
-The formulas are in `shoal/predict/cost/memory`: states in `memory.py`, activations in `activations.py`, of the
-tensors that `shoal/spec/workload/transformer.py` lists, and the moments at which a peak can be in `rank.py`. On
-a CPU a norm is several kernels, which keep more than one does.
+The formulas are in `shoal/predict/cost/memory`: states in `memory.py`, activations in `activations.py`, of
+the tensors that `shoal/spec/workload/transformer.py` lists, and the moments at which a peak can be in
+`rank.py`. On a CPU a norm is several kernels, which keep more than one does.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from shoal import Plan, Trainer
-from shoal.launch import World, find_world, join
+from shoal.launch.local import World, find_world, join
 from shoal.spec.timeline import Timeline, explain
 from shoal.train import OptimizerConfig
 

@@ -37,7 +37,7 @@ from repeat import git
 from torch._C._distributed_c10d import TCPStore
 
 from shoal.channel import dial
-from shoal.launch.gate import LAUNCHER
+from shoal.launch.hosts.gate import LAUNCHER
 from shoal.parallel.exchange.server.terms import SERVER
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,9 +51,9 @@ GREETING = b"shoal/n1" + bytes(32) + struct.pack("<6i", 0, 0, 4096, 0, 64, 1000)
 """To an aggregator: of one of 4096 hosts, which others have to come to."""
 
 GATE = f"""
-from shoal.launch.gate import Gate, StoreDoor, store_service
-from shoal.launch.launcher import store_on_loopback
-from shoal.launch.gate import Pump
+from shoal.launch.hosts.gate import Gate, StoreDoor, store_service
+from shoal.launch.local.launcher import store_on_loopback
+from shoal.launch.hosts.gate import Pump
 from shoal.listener import listen
 token = {TOKEN!r}.encode()
 """

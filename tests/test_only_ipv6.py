@@ -19,8 +19,8 @@ LIMIT = 400  # seconds
 
 SERVES = """
 from torch._C._distributed_c10d import TCPStore
-from shoal.launch.agent import own_address
-from shoal.launch.launcher import open_store
+from shoal.launch.hosts.agent import own_address
+from shoal.launch.local.launcher import open_store
 from shoal.listener import listen, loopback
 from shoal.record.destinations.opening import PrometheusLogger, parse_address
 assert loopback() == own_address() == "::1"

@@ -50,7 +50,7 @@ def test_the_two_commands_are_targets_of_make():
 def test_the_exit_codes_are_those_of_the_code():
     from shoal.cli import train
     from shoal.errors import ShoalError, UserError
-    from shoal.launch import EXIT_STOPPED
+    from shoal.launch.submit import EXIT_STOPPED
 
     codes = [int(code) for code in re.findall(r"^\| (\d+) \|", section("Exit codes"), re.MULTILINE)]
     assert codes == [0, ShoalError.exit_code, UserError.exit_code, EXIT_STOPPED, 130]

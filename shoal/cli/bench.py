@@ -21,7 +21,7 @@ from shoal.cli.local import nursery_for
 from shoal.errors import ConfigError, WorkerError
 
 if TYPE_CHECKING:
-    from shoal.launch import Nursery
+    from shoal.launch.local import Nursery
     from shoal.machine.bench import Settings
     from shoal.machine.bench.settings import Ranks
 
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
         WorkerError: A rank failed.
     """
     # Imported here because they bring torch, which `--help` should not wait for.
-    from shoal.launch import find_world, run_rank
+    from shoal.launch.local import find_world, run_rank
     from shoal.machine.bench.mpirun import abort, choose_master, ranks_of_mpi, started_by_mpirun
     from shoal.machine.bench.settings import Ranks
 
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _on_this_machine(args: argparse.Namespace, nursery: Nursery | None) -> int:
-    from shoal.launch import launch
+    from shoal.launch.local import launch
     from shoal.machine.bench.mpirun import mpirun
 
     settings = _settings(args)

@@ -23,7 +23,7 @@ from shoal.spec.plan import SYNCHRONOUS, Plan, SettledPlan
 from shoal.spec.plan.legal import VARIED, legal_plans
 
 if TYPE_CHECKING:
-    from shoal.launch import Nursery, World
+    from shoal.launch.local import Nursery, World
     from shoal.testing.check import AnyTrial, CheckJob, Deviation, StepReport, Verdict
 
 _REFUSED, _STOPPED = 2, 130
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         UserError: Something given cannot work; nothing was started.
     """
     # Imported here because they bring torch, which `--help` should not wait for.
-    from shoal.launch import find_world
+    from shoal.launch.local import find_world
 
     sys.path.insert(0, os.getcwd())  # for a model of the user's own, `file:function`
     world = find_world()
@@ -117,7 +117,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _compare(args: argparse.Namespace, world: World | None, nursery: Nursery | None) -> int:
-    from shoal.launch import run_rank
+    from shoal.launch.local import run_rank
     from shoal.testing.check import compare_here, compare_locally
 
     job = _job(args, None if world is None else world.ranks)
@@ -152,7 +152,7 @@ def _be_silent(verdict: Verdict) -> None:
 
 def _job(args: argparse.Namespace, there: int | None) -> CheckJob:
     """Return the job that the arguments ask for, after a check that it is possible."""
-    from shoal.launch import choose_device
+    from shoal.launch.local import choose_device
     from shoal.testing.check import CheckJob, covering, require_precision, trial_of, with_axes
     from shoal.train import TrainConfig, load_config, resolve
 

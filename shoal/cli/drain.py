@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         RunError: The run does not go on, cannot lose ranks, or must keep these.
     """
-    from shoal.launch import ask_to_leave
+    from shoal.launch.elastic import ask_to_leave
 
     found = Run.open(args.path)
     if is_written(found.checkpoints) is False:

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING
 from shoal.cli.launched_train import TrainWords, add_words
 from shoal.cli.local import least_and_most, positive_seconds, positive_whole, whole
 from shoal.errors import ConfigError
-from shoal.submit import FORMS, Container, KubernetesJob, SlurmJob, submit
+from shoal.launch.submit import FORMS, Container, KubernetesJob, SlurmJob, submit
 
 if TYPE_CHECKING:
-    from shoal.fleet import Policy, Work
+    from shoal.launch.fleet import Policy, Work
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -151,7 +151,7 @@ def _run_local(args: argparse.Namespace) -> int:
 
 
 def _run_ssh(args: argparse.Namespace) -> int:
-    from shoal.fleet import (
+    from shoal.launch.fleet import (
         Host,
         agent_command,
         parse_hosts,
@@ -178,7 +178,7 @@ def _run_ssh(args: argparse.Namespace) -> int:
 
 
 def _run_ray(args: argparse.Namespace) -> int:
-    from shoal.fleet import RayCluster, train_on
+    from shoal.launch.fleet import RayCluster, train_on
 
     work = _work(args)
     if args.dry_run:
@@ -199,7 +199,7 @@ def _run_container(args: argparse.Namespace) -> int:
 
 
 def _policy(args: argparse.Namespace, hosts: int) -> Policy:
-    from shoal.fleet import Policy
+    from shoal.launch.fleet import Policy
 
     least, most = least_and_most(args.nodes or str(hosts)) or (0, 0)
     policy = Policy(
@@ -219,7 +219,7 @@ def _policy(args: argparse.Namespace, hosts: int) -> Policy:
 
 
 def _work(args: argparse.Namespace) -> Work:
-    from shoal.fleet import Work
+    from shoal.launch.fleet import Work
 
     words = TrainWords.of(args.words).without("--nproc", "--nodes", "--rendezvous").resumable()
     missing = [name for name in args.env if name not in os.environ]
@@ -407,7 +407,8 @@ def _start(
     grace: float | None,
     may_fork: bool,
 ) -> int:
-    from shoal.launch import launch_on_node, open_nursery, open_store, ranks_here
+    from shoal.launch.hosts import ranks_here
+    from shoal.launch.local import launch_on_node, open_nursery, open_store
 
     with open_nursery("shoal.train") if may_fork else nullcontext() as nursery:
         store = open_store("", master[1]) if number == 0 else None

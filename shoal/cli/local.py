@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shoal.launch import Nursery
+    from shoal.launch.local import Nursery
 
 
 def nursery_for(args: argparse.Namespace, module: str) -> AbstractContextManager[Nursery | None]:
@@ -20,7 +20,7 @@ def nursery_for(args: argparse.Namespace, module: str) -> AbstractContextManager
         args: The command line.
         module: What the nursery imports for the ranks.
     """
-    from shoal.launch import open_nursery
+    from shoal.launch.local import open_nursery
 
     return open_nursery(module) if args.is_program else nullcontext()
 

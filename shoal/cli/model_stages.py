@@ -181,7 +181,7 @@ def open_model(args: argparse.Namespace, activations: Callable[[int], int | None
         UserError: There is no such model, or it cannot be cut into stages or measured.
     """
     # Imported here because they bring torch, which schedules without a model do without.
-    from shoal.launch import choose_device
+    from shoal.launch.local import choose_device
     from shoal.parallel import Batch
     from shoal.parallel.pipeline.pieces import (
         Room,
@@ -262,7 +262,7 @@ def _bytes(text: str | None) -> int | None:
 def _measured(trial: Trial, device_asked: str, recompute: str) -> list[Cost]:
     import numpy as np
 
-    from shoal.launch import choose_device
+    from shoal.launch.local import choose_device
     from shoal.models import next_token_loss
     from shoal.parallel.compiled import compile_blocks
     from shoal.parallel.pipeline.pieces import measured_costs

@@ -18,7 +18,8 @@ from shoal.scratch import scratch_folder
 from shoal.values import encode
 
 if TYPE_CHECKING:
-    from shoal.launch import Meeting, Nursery
+    from shoal.launch.hosts import Meeting
+    from shoal.launch.local import Nursery
     from shoal.train import Job
 
 _PORT = 29500  # torchrun's
@@ -62,7 +63,7 @@ def run_on_hosts(
         WorkerError: A rank failed, and the others could not go on.
         CommunicationError: Other hosts did not come, or the host that leads is gone.
     """
-    from shoal.launch import follow, lead, open_meeting
+    from shoal.launch.hosts import follow, lead, open_meeting
     from shoal.train import FOLDER, memory_folder, nothing_left_to_do, settings_of
 
     address = _address(args)
@@ -172,7 +173,7 @@ def _number_of_hosts(args: argparse.Namespace) -> tuple[int, int]:
 
 
 def _meeting(args: argparse.Namespace, address: tuple[str, int], *, leads: bool) -> Meeting:
-    from shoal.launch import Meeting, find_token
+    from shoal.launch.hosts import Meeting, find_token
 
     hosts = _number_of_hosts(args)
     ranks = args.nproc if args.nproc is not None else _ranks_of_host()

@@ -25,7 +25,7 @@ from shoal.errors import ConfigError, UserError, WorkerError, nearest
 from shoal.spec.cluster import Cluster
 
 if TYPE_CHECKING:
-    from shoal.launch import Nursery
+    from shoal.launch.local import Nursery
     from shoal.machine.bench.settings import Ranks
     from shoal.machine.probe import Probed
 
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         WorkerError: A rank failed.
     """
     # Imported here because they bring torch, which `--help` should not wait for.
-    from shoal.launch import find_world, run_rank
+    from shoal.launch.local import find_world, run_rank
     from shoal.machine.bench.settings import Ranks
 
     if args.links:
@@ -102,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _on_this_machine(args: argparse.Namespace, nursery: Nursery | None) -> int:
-    from shoal.launch import launch
+    from shoal.launch.local import launch
 
     backend = _backend(args.backend)
     _require_writable(args.out)

@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING
 from shoal.cli.local import least_and_most, nursery_for, positive_seconds
 from shoal.cli.nodes import add_nodes, run_on_hosts
 from shoal.errors import ConfigError, PlanError, RunError, WorkerError
+from shoal.launch.submit import EXIT_STOPPED
 from shoal.scratch import scratch_folder
 from shoal.signals import end_early
-from shoal.submit import EXIT_STOPPED
 from shoal.values import encode
 
 if TYPE_CHECKING:
-    from shoal.launch import Elasticity, Nursery, World
+    from shoal.launch.elastic import Elasticity
+    from shoal.launch.local import Nursery, World
     from shoal.spec.run import Run
     from shoal.train import Job
 
@@ -111,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.is_program:  # before torch is imported, which takes seconds
         end_early(EXIT_STOPPED)
-    from shoal.launch import find_world, process_age
+    from shoal.launch.local import find_world, process_age
 
     # Where another program runs this one, its age says nothing.
     args.launched = time.time() - (process_age() if _is_program() else 0.0)
@@ -143,7 +144,7 @@ def _is_program() -> bool:
 
 
 def _on_this_machine(args: argparse.Namespace, nursery: Nursery | None) -> int:
-    from shoal.launch import RankLog, World, choose_device, keep_output
+    from shoal.launch.local import RankLog, World, choose_device, keep_output
     from shoal.train import check, nothing_left_to_do
 
     elasticity = _elasticity(args)
@@ -165,7 +166,7 @@ def _on_this_machine(args: argparse.Namespace, nursery: Nursery | None) -> int:
 
 def _elasticity(args: argparse.Namespace) -> Elasticity | None:
     """Return how many ranks may be lost, as `--nproc MIN:MAX` says, and leave MAX in its place."""
-    from shoal.launch import Elasticity
+    from shoal.launch.elastic import Elasticity
 
     given = args.nproc
     if not given:
@@ -209,7 +210,7 @@ def _require_elastic(job: Job, elasticity: Elasticity) -> None:
 
 def _as_rank(world: World, choose: Callable[[], Job], grace: float | None) -> int:
     """Train as one rank; `run_rank` prints its error, and rank 0 then prints how to resume."""
-    from shoal.launch import run_rank
+    from shoal.launch.local import run_rank
     from shoal.train import execute
 
     chosen: list[Job] = []
@@ -227,7 +228,8 @@ def _as_rank(world: World, choose: Callable[[], Job], grace: float | None) -> in
 def _on_local_ranks(
     job: Job, nursery: Nursery | None, elasticity: Elasticity | None, grace: float | None
 ) -> int:
-    from shoal.launch import launch, launch_elastic
+    from shoal.launch.elastic import launch_elastic
+    from shoal.launch.local import launch
     from shoal.spec.run import Run, shown
     from shoal.spec.run.writer import require_free
     from shoal.train import FOLDER, memory_folder

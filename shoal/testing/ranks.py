@@ -22,7 +22,7 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any, TypeVar
 
 from shoal.errors import WorkerError
-from shoal.launch import has_accelerators
+from shoal.launch.local import has_accelerators
 from shoal.spec.run.writer import close_all
 
 Result = TypeVar("Result")

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from shoal.launch import EXIT_STOPPED, Membership, find_world, reports_failures, run_rank
+from shoal.launch.elastic import Membership
+from shoal.launch.local import find_world, reports_failures, run_rank
+from shoal.launch.submit import EXIT_STOPPED
 from shoal.train.elastic import abort, execute_elastic, group_failure
 from shoal.train.execute import execute
 from shoal.values import decode

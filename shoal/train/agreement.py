@@ -15,7 +15,7 @@ import torch
 from shoal.checkpoint import Coordinator
 from shoal.collectives import watch_hangs
 from shoal.errors import RunError, ShoalError
-from shoal.launch import StopSignal, World
+from shoal.launch.local import StopSignal, World
 from shoal.machine.doctor import HostReport, LiveMachine, Verdict, examine_quickly, facts
 from shoal.parallel import Axis
 from shoal.spec.run import Run, shown

@@ -1,4 +1,4 @@
-"""Trains as a member of a training whose ranks may be lost and come; see `shoal.launch.membership`.
+"""Trains as a member of a training whose ranks may be lost and come; see `shoal.launch.elastic.membership`.
 
 The Plan of the members that are left of a training.
 
@@ -28,7 +28,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _world
 
 from shoal.errors import CommunicationError, PlanError, UserError
-from shoal.launch import EXIT_STOPPED, Generation, Membership, StopSignal, World, meet
+from shoal.launch.elastic import Generation, Membership
+from shoal.launch.local import StopSignal, World, meet
+from shoal.launch.submit import EXIT_STOPPED
 from shoal.models import mixtures_of
 from shoal.parallel import require_layout
 from shoal.predict.cost import Costs, Memories

@@ -13,7 +13,8 @@ from torch.distributed.distributed_c10d import Store
 
 from shoal.checkpoint import Coordinator, all_ranks
 from shoal.errors import CommunicationError
-from shoal.launch import Membership, StopSignal, World, choose_device, join
+from shoal.launch.elastic import Membership
+from shoal.launch.local import StopSignal, World, choose_device, join
 from shoal.parallel import own_device
 from shoal.spec.run.writer import name_group
 from shoal.train.execution import Execution, Regroup

@@ -27,7 +27,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from shoal.checkpoint import Coordinator
 from shoal.data import AnyCorpus
 from shoal.errors import CheckpointError, ConfigError, TrainingError
-from shoal.launch import EXIT_STOPPED, Membership, StopSignal, World
+from shoal.launch.elastic import Membership
+from shoal.launch.local import StopSignal, World
+from shoal.launch.submit import EXIT_STOPPED
 from shoal.models import Transformer, new_parameters
 from shoal.record import Marks
 from shoal.spec.plan import Plan

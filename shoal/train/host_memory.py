@@ -29,7 +29,8 @@ from shoal.checkpoint import (
 )
 from shoal.collectives.options import split_address
 from shoal.errors import CheckpointError, CommunicationError, CorruptCheckpointError
-from shoal.launch import MANIFEST, PEER, TOKEN_FILE, Held, Peer, held_in, is_there, read_token
+from shoal.launch.elastic import PEER
+from shoal.launch.hosts import MANIFEST, TOKEN_FILE, Held, Peer, held_in, is_there, read_token
 from shoal.scratch import scratch_folder
 from shoal.spec.run.writer import Claiming
 

@@ -15,7 +15,7 @@ from typing import TextIO, final
 
 import torch
 
-from shoal.launch import TERMINAL
+from shoal.launch.local import TERMINAL
 from shoal.predict.simulate import measured_timeline
 from shoal.spec.run import Decision, Run, shown, tokens_per_second
 from shoal.spec.timeline import explain

@@ -22,7 +22,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal.collectives.options import address_towards
 from shoal.errors import RunError
-from shoal.launch import EXIT_STOPPED, StopSignal, World, meet
+from shoal.launch.local import StopSignal, World, meet
+from shoal.launch.submit import EXIT_STOPPED
 from shoal.parallel.exchange.server import Server, Servers
 from shoal.record import AppendFile
 from shoal.spec.run import Run, shown

@@ -38,7 +38,7 @@ from shoal.checkpoint import (
 )
 from shoal.checkpoint.directory import delete
 from shoal.errors import CheckpointError, CorruptCheckpointError, DataError, ModelError, RunError
-from shoal.launch import PEER, Membership
+from shoal.launch.elastic import PEER, Membership
 from shoal.predict.cost.outlook import best_interval, seconds_between_failures
 from shoal.spec.run import Account
 from shoal.spec.run.writer import claimed

@@ -110,7 +110,7 @@ def test_a_second_start_goes_on_and_the_ranks_know_the_grace(target, capsys):
 
 
 def test_hosts_of_a_file_have_ranks_of_their_own(tmp_path, capsys):
-    from shoal.fleet import Host, read_hosts
+    from shoal.launch.fleet import Host, read_hosts
 
     (tmp_path / "hosts").write_text("# ours\nnode1 slots=8\n\nme@node2  # the new one\n")
     assert read_hosts(tmp_path / "hosts") == [Host("node1", 8), Host("me@node2")]

@@ -11,8 +11,9 @@ import threading
 from dataclasses import dataclass, field
 
 from shoal.channel import Channel
-from shoal.fleet import Agent
-from shoal.launch import EXIT_STOPPED, Outcome
+from shoal.launch.fleet import Agent
+from shoal.launch.local import Outcome
+from shoal.launch.submit import EXIT_STOPPED
 
 __all__ = [
     *("DONE", "LATE", "LOST", "SILENT", "UNREACHABLE", "WAITS"),

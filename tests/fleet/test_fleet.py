@@ -25,19 +25,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import ClusterError, ConfigError, WorkerError
-from shoal.fleet import Host, Policy, Work, train_on
-from shoal.launch import EXIT_STOPPED
+from shoal.launch.fleet import Host, Policy, Work, train_on
+from shoal.launch.submit import EXIT_STOPPED
 
 WORK = Work(words=("train",), folder="/", environment={"KEY": "secret"}, ranks=2)
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr("shoal.launch.launcher.SETTLE", 0.1)
-    monkeypatch.setattr("shoal.launch.launcher.END", 1.0)
-    monkeypatch.setattr("shoal.launch.linked_hosts._LAST", 0.2)
-    monkeypatch.setattr("shoal.fleet.fleet.ALONE", 0.0)
-    monkeypatch.setattr("shoal.fleet.fleet._ROOM", 0.0)
+    monkeypatch.setattr("shoal.launch.local.launcher.SETTLE", 0.1)
+    monkeypatch.setattr("shoal.launch.local.launcher.END", 1.0)
+    monkeypatch.setattr("shoal.launch.elastic.linked_hosts._LAST", 0.2)
+    monkeypatch.setattr("shoal.launch.fleet.fleet.ALONE", 0.0)
+    monkeypatch.setattr("shoal.launch.fleet.fleet._ROOM", 0.0)
 
 
 def train(does, *, least=2, most=2, restarts=3, strikes=2):
@@ -70,7 +70,7 @@ def test_hosts_may_have_unequal_numbers_of_ranks():
 
 
 def test_a_spare_host_takes_the_place_of_one_that_was_lost_once_its_ranks_have_ended(capfd, monkeypatch):
-    monkeypatch.setattr("shoal.fleet.fleet.ALONE", 0.5)
+    monkeypatch.setattr("shoal.launch.fleet.fleet.ALONE", 0.5)
     network, code = train({"a": [DONE], "b": [LOST], "c": [DONE]})
     assert code == 0
     assert [list(attempt) for attempt in network.attempts] == [["a", "b"], ["a", "c"]]
@@ -94,7 +94,7 @@ def test_what_a_shell_prints_is_shown_with_the_hosts_name_before_it(capfd):
 
 
 def test_a_host_that_is_not_reached_is_replaced_at_once_and_its_words_are_told(capfd, monkeypatch):
-    monkeypatch.setattr("shoal.fleet.fleet.ALONE", 0.5)
+    monkeypatch.setattr("shoal.launch.fleet.fleet.ALONE", 0.5)
     network, code = train({"a": [DONE], "b": [UNREACHABLE], "c": [DONE]})
     assert code == 0
     assert [list(attempt) for attempt in network.attempts] == [["a", "c"]]

@@ -9,7 +9,7 @@ import pytest
 
 from shoal.checkpoint import checkpoints, step_of
 from shoal.errors import ConfigError
-from shoal.fleet import Host, Policy, Work, start_program, train_on
+from shoal.launch.fleet import Host, Policy, Work, start_program, train_on
 from shoal.spec.run import Run
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -25,7 +25,7 @@ def note(step, steps):
 """
 
 
-AGENT = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "shoal.launch"]
+AGENT = ["env", f"PYTHONPATH={ROOT}", sys.executable, "-m", "shoal.launch.hosts"]
 
 
 def test_agents_train_together_and_keep_each_ranks_output(tiny_run, tmp_path, capfd):

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from shoal.errors import ConfigError
-from shoal.launch import World, choose_device, join
-from shoal.launch import world as ranks_world
-from shoal.launch.world import backend_for, identity_of, reports_failures
+from shoal.launch.local import World, choose_device, join
+from shoal.launch.local import world as ranks_world
+from shoal.launch.local.world import backend_for, identity_of, reports_failures
 from shoal.parallel import own_device
 
 

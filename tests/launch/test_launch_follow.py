@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shoal.channel import Channel
-from shoal.launch.follow import Following
-from shoal.launch.local_ranks import LocalRanks
+from shoal.launch.hosts.follow import Following
+from shoal.launch.local.local_ranks import LocalRanks
 
 RANK = """
 import pathlib, signal, sys, time

@@ -10,9 +10,10 @@ from unittest.mock import patch
 import pytest
 
 from shoal.errors import WorkerError
-from shoal.launch import EXIT_STOPPED, launch, launch_on_node
-from shoal.launch.elastic import member_environments
-from shoal.launch.launcher import rank_environments
+from shoal.launch.elastic.elastic import member_environments
+from shoal.launch.local import launch, launch_on_node
+from shoal.launch.local.launcher import rank_environments
+from shoal.launch.submit import EXIT_STOPPED
 
 PRELUDE = """
 import json, os, signal, sys, time
@@ -34,7 +35,7 @@ def launched(program, count, environment, logs, grace=None):
     """Launches a Python program as ranks; its exit code or its error, and whether a variable was left."""
     before = dict(os.environ)
     command = [sys.executable, "-S", "-c", PRELUDE + program]
-    with patch("shoal.launch.launcher.END", 0.5):
+    with patch("shoal.launch.local.launcher.END", 0.5):
         try:
             code = launch(command, count, environment, logs=logs, grace=grace)
             return code, None, os.environ == before
@@ -278,7 +279,7 @@ def on_node(program, out):
     """Launches a program as the third host of four; its error, and what its ranks printed."""
     command = [sys.executable, "-S", "-c", PRELUDE + program]
     before = os.dup(1)
-    with out.open("w") as file, patch("shoal.launch.launcher.END", 0.5):
+    with out.open("w") as file, patch("shoal.launch.local.launcher.END", 0.5):
         os.dup2(file.fileno(), 1)
         try:
             launch_on_node(command, range(4, 6), 8, ("node1", 4000), "node3", {})

@@ -12,10 +12,10 @@ from torch._C._distributed_c10d import TCPStore
 
 from shoal.channel import ChannelRefusedError, dial
 from shoal.errors import CheckpointError, ConfigError
-from shoal.launch import Meeting, Peer, find_token, follow, read_token
-from shoal.launch.gate import LAUNCHER, Gate, Pump, StoreDoor, store_service
-from shoal.launch.launcher import store_on_loopback
-from shoal.launch.memory_files import files_service
+from shoal.launch.hosts import Meeting, Peer, find_token, follow, read_token
+from shoal.launch.hosts.gate import LAUNCHER, Gate, Pump, StoreDoor, store_service
+from shoal.launch.hosts.memory_files import files_service
+from shoal.launch.local.launcher import store_on_loopback
 
 TOKEN = b"a token of some length"
 

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from shoal.channel import Channel
-from shoal.launch.host import Host
-from shoal.launch.linked_hosts import LinkedHosts
+from shoal.launch.elastic.host import Host
+from shoal.launch.elastic.linked_hosts import LinkedHosts
 from shoal.release import release
 
 

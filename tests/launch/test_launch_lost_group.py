@@ -6,12 +6,12 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import HashStore
 
-from shoal.launch.host import Host
-from shoal.launch.linked_hosts import LinkedHosts
-from shoal.launch.members import LostGroup
-from shoal.launch.membership import Membership
-from shoal.launch.outcome import Causes
-from shoal.launch.roster import Generation, Roster
+from shoal.launch.elastic.host import Host
+from shoal.launch.elastic.linked_hosts import LinkedHosts
+from shoal.launch.elastic.members import LostGroup
+from shoal.launch.elastic.membership import Membership
+from shoal.launch.elastic.roster import Generation, Roster
+from shoal.launch.local.outcome import Causes
 
 
 def lost(roster: Roster, store: HashStore, steps: int) -> None:

@@ -10,9 +10,9 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from shoal.errors import CommunicationError
-from shoal.launch import membership as module
-from shoal.launch.membership import Membership
-from shoal.launch.roster import Roster
+from shoal.launch.elastic import membership as module
+from shoal.launch.elastic.membership import Membership
+from shoal.launch.elastic.roster import Roster
 
 
 def members_of(store, count, after=-1, abort=lambda: None):

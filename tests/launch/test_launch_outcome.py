@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from shoal.analyze.hang import Cause, HangVerdict
 from shoal.checkpoint import ProcessGroupCoordinator
 from shoal.errors import CommunicationError, CorruptCheckpointError, PlanError, TrainingError
-from shoal.launch import Outcome, root_cause
+from shoal.launch.local import Outcome, root_cause
 
 KILL, TERM, SEGV, ABRT = -signal.SIGKILL, -signal.SIGTERM, -signal.SIGSEGV, -signal.SIGABRT
 

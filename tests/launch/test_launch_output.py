@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.launch.output import NamedLines
+from shoal.launch.local.output import NamedLines
 
 
 @given(st.text("ab\n", max_size=40), st.lists(st.integers(1, 5), max_size=10))

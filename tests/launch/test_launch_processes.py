@@ -12,8 +12,8 @@ import pytest
 from launch_stand_ins import Program, shoal, shoal_here, steps_made
 
 from shoal.checkpoint import SingleProcess, checkpoints, step_of, verify
-from shoal.launch import EXIT_STOPPED
-from shoal.launch.local_ranks import LocalRanks
+from shoal.launch.local.local_ranks import LocalRanks
+from shoal.launch.submit import EXIT_STOPPED
 from shoal.proc import process_state
 from shoal.spec.run import Run
 

@@ -10,7 +10,7 @@ import pytest
 from launch_stand_ins import Program, shoal, steps_made
 
 from shoal.checkpoint import checkpoints
-from shoal.launch import EXIT_STOPPED
+from shoal.launch.submit import EXIT_STOPPED
 from shoal.spec.run import Run
 
 pytest.importorskip("ray")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.launch.output import Relay
+from shoal.launch.local.output import Relay
 
 
 def lines_of(batches, rank, descriptor=1):

@@ -14,7 +14,7 @@ from launch_stand_ins import Program, shoal, steps_made
 from ssh_stand_ins import SshServer, why_no_ssh
 
 from shoal.checkpoint import checkpoints, step_of
-from shoal.launch import EXIT_STOPPED
+from shoal.launch.submit import EXIT_STOPPED
 from shoal.spec.run import Run
 from shoal.testing.hosts import Hosts, why_no_hosts
 
@@ -77,7 +77,7 @@ def test_a_spare_replaces_a_lost_host_and_a_signal_ends_all_with_the_state_saved
     assert "[one rank 0] run run: " in program.stderr
     commands = program.commands()
     assert not any(SECRET in command for command in commands.values())
-    agents = [process for process, command in commands.items() if command.endswith("-m shoal.launch")]
+    agents = [process for process, command in commands.items() if command.endswith("-m shoal.launch.hosts")]
     ranks = program.ranks()
     of_two = [agent for agent in agents if agent == parent(parent(ranks[1]))]
     os.kill(of_two[0], signal.SIGKILL)

@@ -8,10 +8,10 @@ import time
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from shoal.launch import EXIT_AGAIN
-from shoal.launch.elastic import member_environments
-from shoal.launch.membership import Membership
-from shoal.launch.roster import Roster, Survivors
+from shoal.launch.elastic.elastic import member_environments
+from shoal.launch.elastic.membership import Membership
+from shoal.launch.elastic.roster import Roster, Survivors
+from shoal.launch.local import EXIT_AGAIN
 
 ABRT, KILL = -signal.SIGABRT, -signal.SIGKILL
 

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from shoal.errors import PlanError, TrainingError
-from shoal.launch import launch, run_rank, signals_noted
+from shoal.launch.local import launch, run_rank, signals_noted
 from shoal.signals import ANSWERED, STOPS, end_early, withheld_from_children
 
 
@@ -45,7 +45,7 @@ def test_a_signal_that_is_heeded_is_noted(number):
 
 EARLY = """
 import ctypes, sys
-from shoal.launch import run_rank
+from shoal.launch.local import run_rank
 
 def work(stop):
     mutex = ctypes.create_string_buffer(128)
@@ -91,7 +91,7 @@ def test_sighup_stays_ignored_under_nohup():
 
 DONE = """
 import os, signal, sys, time
-from shoal.launch import run_rank
+from shoal.launch.local import run_rank
 
 def work(stop):
     stop.heed()
@@ -111,7 +111,7 @@ def test_a_grace_ends_only_what_is_not_saved(words, code):
 
 TWICE = """
 import os, signal, sys, time
-from shoal.launch import run_rank
+from shoal.launch.local import run_rank
 
 def work(stop):
     stop.heed()
@@ -134,7 +134,7 @@ def test_a_ctrl_c_that_a_program_above_passes_on_is_not_a_second_one(launcher, p
 
 FORKS = """
 import os, signal
-from shoal.launch import run_rank
+from shoal.launch.local import run_rank
 
 def work(stop):
     child = os.fork()
@@ -187,7 +187,7 @@ def test_a_child_that_a_library_ends_obeys_its_parent():
 
 SLOW = """
 import os, signal, time
-from shoal.launch import run_rank
+from shoal.launch.local import run_rank
 
 def work(stop):
     stop.heed()
@@ -208,7 +208,7 @@ def test_a_rank_that_cannot_save_within_the_grace_says_so_and_ends():
 
 LAUNCHED = """
 import os, sys, time
-from shoal.launch.kernel import die_with
+from shoal.launch.local.kernel import die_with
 die_with(int(sys.argv[1]))
 print(os.getpid(), flush=True)
 time.sleep(120)
@@ -280,7 +280,7 @@ def test_a_launcher_ends_at_a_signal_until_it_takes_signals_and_has_nothing_to_s
 
 LATE = """
 import os, signal
-from shoal.launch import run_rank
+from shoal.launch.local import run_rank
 from shoal.signals import end_early
 
 class Late:
@@ -306,7 +306,7 @@ def test_a_signal_while_the_interpreter_ends_leaves_the_exit_code(number, work):
 GONE = """
 import os, shutil, sys, time
 from pathlib import Path
-from shoal.launch import run_rank
+from shoal.launch.local import run_rank
 
 def work(stop):
     stop.heed()

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import CommunicationError, ConfigError
-from shoal.launch import World, find_world, join
-from shoal.launch.world import _first_host
+from shoal.launch.local import World, find_world, join
+from shoal.launch.local.world import _first_host
 from shoal.testing import run_ranks
 
 TORCHRUN = {

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.submit import Container
+from shoal.launch.submit import Container
 
 
 def test_the_image_has_no_compiler_and_runs_the_words_as_another_user():

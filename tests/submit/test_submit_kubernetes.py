@@ -11,7 +11,7 @@ import pytest
 from kubernetes_stand_ins import kubernetes
 
 from shoal.errors import ConfigError
-from shoal.submit import EXIT_STOPPED, FORMS, KubernetesJob
+from shoal.launch.submit import EXIT_STOPPED, FORMS, KubernetesJob
 
 VERSION = "1.31"
 

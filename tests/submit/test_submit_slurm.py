@@ -9,7 +9,7 @@ import subprocess
 import pytest
 
 from shoal.errors import ConfigError, UserError
-from shoal.submit import SlurmJob, submit
+from shoal.launch.submit import SlurmJob, submit
 
 JOB = SlurmJob(
     words=("train", "--run", "a run", "--resume", "auto"),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.submit.kubernetes import yaml_text
+from shoal.launch.submit.kubernetes import yaml_text
 
 yaml = pytest.importorskip("yaml")
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.errors import PlanError, WorkerError
-from shoal.launch import has_accelerators, nursery
+from shoal.launch.local import has_accelerators, nursery
 from shoal.testing import RankPool, run_ranks
 
 

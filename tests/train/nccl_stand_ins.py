@@ -24,7 +24,8 @@ import torch.distributed as dist
 from shoal.cli.main import main
 from shoal.collectives import Done, ProcessGroup, registration
 from shoal.errors import CommunicationError
-from shoal.launch import Membership, world
+from shoal.launch.elastic import Membership
+from shoal.launch.local import world
 
 NAME = "nccl_stand_in"
 

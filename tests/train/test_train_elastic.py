@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
 from shoal.errors import PlanError
-from shoal.launch import EXIT_STOPPED, Generation, Membership
+from shoal.launch.elastic import Generation, Membership
+from shoal.launch.submit import EXIT_STOPPED
 from shoal.spec.cluster import Cluster
 from shoal.spec.plan import Plan, SettledPlan
 from shoal.spec.run import Run

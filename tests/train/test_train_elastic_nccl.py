@@ -10,7 +10,8 @@ from elastic_stand_ins import FAULTS, STEPS
 from hosts_stand_ins import Cluster, trained_on_one_host
 from port_stand_ins import free_port
 
-from shoal.launch import EXIT_STOPPED, has_accelerators
+from shoal.launch.local import has_accelerators
+from shoal.launch.submit import EXIT_STOPPED
 from shoal.spec.run import Run
 
 # Ranks get the backend with the fork; where there are accelerators they are started as programs.

@@ -12,8 +12,8 @@ from torch._C._distributed_c10d import HashStore
 
 from shoal.checkpoint import Piece, Saver, StoreCoordinator, checkpoints, load_verified, read_manifest
 from shoal.errors import CheckpointError, CorruptCheckpointError
-from shoal.launch.gate import Gate
-from shoal.launch.memory_files import files_service
+from shoal.launch.hosts.gate import Gate
+from shoal.launch.hosts.memory_files import files_service
 from shoal.train.host_memory import HostMemory
 
 HOSTS, RANKS, ELEMENTS = 3, 2, 600

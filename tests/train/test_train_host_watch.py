@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.collectives import watch_hangs
-from shoal.launch import World
+from shoal.launch.local import World
 from shoal.machine.doctor import Finding, HostReport, Verdict
 from shoal.spec.run import Run
 from shoal.train import agreement

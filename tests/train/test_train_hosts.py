@@ -12,7 +12,7 @@ from hosts_stand_ins import FAULT, STEPS, Cluster, trained_on_one_host
 from port_stand_ins import free_port
 
 from shoal.cli.main import main
-from shoal.launch import EXIT_STOPPED
+from shoal.launch.submit import EXIT_STOPPED
 
 
 @pytest.fixture(scope="module")
@@ -163,8 +163,8 @@ def test_without_the_host_that_leads_the_run_ends_with_the_cause(programs, tmp_p
 
 OLDER = """
 import sys
-import shoal.launch.follow
-sys.modules["shoal.launch.follow"].release = lambda: "0.0.9"
+import shoal.launch.hosts.follow
+sys.modules["shoal.launch.hosts.follow"].release = lambda: "0.0.9"
 from shoal.cli.main import main
 sys.exit(main())
 """

@@ -8,7 +8,7 @@ import torch
 from torch.distributed import HashStore
 
 from shoal.errors import CommunicationError
-from shoal.launch import Membership
+from shoal.launch.elastic import Membership
 from shoal.train.elastic import _leave
 
 

@@ -14,7 +14,7 @@ from saves_stand_ins import save_beside_steps, save_in_memory, save_without_memo
 
 from shoal.checkpoint import SingleProcess, checkpoints, read_manifest, step_of, verify
 from shoal.errors import CheckpointError, ConfigError
-from shoal.launch import EXIT_STOPPED
+from shoal.launch.submit import EXIT_STOPPED
 from shoal.spec.plan import Plan
 from shoal.spec.run import Run
 from shoal.train import CheckpointConfig, load_config

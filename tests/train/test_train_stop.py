@@ -12,7 +12,8 @@ from run_stand_ins import shoal
 from train_stand_ins import NumberedSamples, make_trainer, weights
 
 from shoal.checkpoint import ProcessGroupCoordinator, checkpoints, step_of
-from shoal.launch import EXIT_STOPPED, StopSignal
+from shoal.launch.local import StopSignal
+from shoal.launch.submit import EXIT_STOPPED
 from shoal.models import next_token_loss
 from shoal.parallel.communication import Axis
 from shoal.record import NullRecorder

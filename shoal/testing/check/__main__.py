@@ -6,7 +6,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from shoal.launch import find_world, run_rank
+from shoal.launch.local import find_world, run_rank
 from shoal.testing.check.runner import serve
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from shoal.collectives.values import broadcast_value, gather_value
 from shoal.errors import ConfigError, TrainingError, UserError, WorkerError
-from shoal.launch import Nursery, StopSignal, World, choose_device, join, launch
+from shoal.launch.local import Nursery, StopSignal, World, choose_device, join, launch
 from shoal.models import batch_normalizations, map_tensors
 from shoal.parallel import Parallel, own_device, parallelize
 from shoal.parallel.micro_batches import run_one_by_one

@@ -5,7 +5,7 @@ ways to start them:
 
     shoal train --nodes       starts a launcher on each host. The one at the rendezvous leads, and has ranks
                               too (`hosts.py`). The others dial it. They may come and go (`members.py`)
-    shoal launch ssh or ray   leads without ranks of its own (`shoal/fleet/`), and starts the others
+    shoal launch ssh or ray   leads without ranks of its own (`shoal/launch/fleet/`), and starts the others
                               (`agent.py`), whose stdin and stdout are the links. The hosts of the beginning
                               train to the end, as the ranks of one machine do (`launcher.wait_for_end`)
 
@@ -46,11 +46,11 @@ from typing import Any, final
 
 from shoal.channel import Channel
 from shoal.errors import CommunicationError, ShoalError
-from shoal.launch.host import BEAT, SILENCE, Gone, Host, end_of
-from shoal.launch.local_ranks import LocalRanks
-from shoal.launch.outcome import Outcome
-from shoal.launch.output import NamedLines, pass_on
-from shoal.submit import EXIT_STOPPED
+from shoal.launch.elastic.host import BEAT, SILENCE, Gone, Host, end_of
+from shoal.launch.local.local_ranks import LocalRanks
+from shoal.launch.local.outcome import Outcome
+from shoal.launch.local.output import NamedLines, pass_on
+from shoal.launch.submit import EXIT_STOPPED
 from shoal.values import decode
 
 _LAST = 5.0  # seconds for the last lines of other hosts, when the run has ended

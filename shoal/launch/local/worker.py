@@ -13,13 +13,13 @@ from pathlib import Path
 from types import FrameType
 
 from shoal.errors import UserError
-from shoal.launch.kernel import die_with, name_process
-from shoal.launch.launcher import OUTCOMES
-from shoal.launch.local_ranks import LAUNCHER
-from shoal.launch.outcome import Outcome
-from shoal.launch.stopping import SAME
+from shoal.launch.local.kernel import die_with, name_process
+from shoal.launch.local.launcher import OUTCOMES
+from shoal.launch.local.local_ranks import LAUNCHER
+from shoal.launch.local.outcome import Outcome
+from shoal.launch.local.stopping import SAME
+from shoal.launch.submit import EXIT_STOPPED
 from shoal.signals import STOPS, ignore_signals_at_exit, stopped_early, take_signals
-from shoal.submit import EXIT_STOPPED
 
 _OF_GRACE = 0.9  # share of the grace after which a process that has not saved ends; the rest is for its end
 _NOT_SAVED = 130  # exit code of a process that was stopped before it saved

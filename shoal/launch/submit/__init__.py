@@ -4,7 +4,7 @@ Nouns: SlurmJob, KubernetesJob, Container. Each is a description; its text is wh
 functions of what is given, without torch. `shoal launch` prints or submits them.
 """
 
-from shoal.submit.kubernetes import FORMS, Container, KubernetesJob
-from shoal.submit.slurm import EXIT_STOPPED, EXIT_WRONG_INPUT, SlurmJob, submit
+from shoal.launch.submit.kubernetes import FORMS, Container, KubernetesJob
+from shoal.launch.submit.slurm import EXIT_STOPPED, EXIT_WRONG_INPUT, SlurmJob, submit
 
 __all__ = ["EXIT_STOPPED", "EXIT_WRONG_INPUT", "FORMS", "Container", "KubernetesJob", "SlurmJob", "submit"]

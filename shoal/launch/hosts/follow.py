@@ -22,23 +22,23 @@ from typing import Any, final
 
 from shoal.channel import Channel, ChannelBusyError, ChannelRefusedError, ChannelStrangerError, dial
 from shoal.errors import CommunicationError, ConfigError
-from shoal.launch.elastic import member_environments
-from shoal.launch.gate import LAUNCHER, Gate, StoreDoor, read_token
-from shoal.launch.host import BEAT, SILENCE, answers
-from shoal.launch.hosts import Meeting, surroundings
-from shoal.launch.launcher import END, TERMINAL, listen_for
-from shoal.launch.local_ranks import LocalRanks
-from shoal.launch.members import WAIT
-from shoal.launch.membership import AFTER
-from shoal.launch.memory_files import files_service
-from shoal.launch.nursery import Nursery
-from shoal.launch.outcome import Outcome
-from shoal.launch.output import Relay, Terminal
-from shoal.launch.stopping import StopRequest, signals_noted
+from shoal.launch.elastic.elastic import member_environments
+from shoal.launch.elastic.host import BEAT, SILENCE, answers
+from shoal.launch.elastic.members import WAIT
+from shoal.launch.elastic.membership import AFTER
+from shoal.launch.hosts.gate import LAUNCHER, Gate, StoreDoor, read_token
+from shoal.launch.hosts.hosts import Meeting, surroundings
+from shoal.launch.hosts.memory_files import files_service
+from shoal.launch.local.launcher import END, TERMINAL, listen_for
+from shoal.launch.local.local_ranks import LocalRanks
+from shoal.launch.local.nursery import Nursery
+from shoal.launch.local.outcome import Outcome
+from shoal.launch.local.output import Relay, Terminal
+from shoal.launch.local.stopping import StopRequest, signals_noted
+from shoal.launch.submit import EXIT_STOPPED
 from shoal.release import release
 from shoal.scratch import scratch_folder
 from shoal.signals import stopped_early
-from shoal.submit import EXIT_STOPPED
 
 _LOOK = 0.02  # seconds between looks at ranks and messages
 _PAUSE = 0.5  # seconds between two tries to reach the host that leads

@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import NoReturn, final
 
 from shoal.errors import CommunicationError
-from shoal.launch.kernel import name_process
+from shoal.launch.local.kernel import name_process
 from shoal.signals import withheld_from_children
 
 _MOST = 1 << 10  # bytes of a message

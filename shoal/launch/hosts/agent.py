@@ -1,9 +1,9 @@
-"""The launcher of a host that ssh or Ray starts: `python -m shoal.launch`.
+"""The launcher of a host that ssh or Ray starts: `python -m shoal.launch.hosts`.
 
 Its first line of input is a JSON object that says what to start. It answers with the token that is in there.
-From then on its stdin and stdout are the link to the launcher that leads: see `shoal.launch.linked_hosts`. So
-what is secret, such as the store's secret and values of the environment, is in no command line, and what a
-shell prints before the token is no message.
+From then on its stdin and stdout are the link to the launcher that leads: see
+`shoal.launch.elastic.linked_hosts`. So what is secret, such as the store's secret and values of the
+environment, is in no command line, and what a shell prints before the token is no message.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import torch
 from shoal.channel import Channel, carried
 from shoal.collectives.meeting_point import SECRET_FILE
 from shoal.errors import ConfigError, ShoalError
-from shoal.launch.follow import Following
-from shoal.launch.launcher import open_store, rank_environments
-from shoal.launch.local_ranks import LocalRanks
-from shoal.launch.nursery import Nursery, open_nursery
-from shoal.launch.output import Relay, pass_on
-from shoal.launch.stopping import signals_noted
+from shoal.launch.hosts.follow import Following
+from shoal.launch.local.launcher import open_store, rank_environments
+from shoal.launch.local.local_ranks import LocalRanks
+from shoal.launch.local.nursery import Nursery, open_nursery
+from shoal.launch.local.output import Relay, pass_on
+from shoal.launch.local.stopping import signals_noted
 from shoal.limits import json_of
 from shoal.listener import loopback
 from shoal.release import release

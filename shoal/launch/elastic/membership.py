@@ -36,8 +36,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal.errors import CommunicationError
-from shoal.launch.outcome import EXIT_AGAIN
-from shoal.launch.roster import (
+from shoal.launch.elastic.roster import (
     NEWEST,
     OVER,
     PREFIX,
@@ -50,7 +49,8 @@ from shoal.launch.roster import (
     ready_key,
     waited_key,
 )
-from shoal.launch.world import reports_failures
+from shoal.launch.local.outcome import EXIT_AGAIN
+from shoal.launch.local.world import reports_failures
 
 MEMBER = "SHOAL_MEMBER"
 """Environment variable: the number of a member. It is set where members may be lost and come."""

@@ -20,17 +20,17 @@ from typing import Any
 
 from shoal.collectives.options import interface_with
 from shoal.errors import CommunicationError, ConfigError, ShoalError
-from shoal.launch.elastic import member_environments
-from shoal.launch.gate import TOKEN_FILE, Gate, Pump, read_token, store_service
-from shoal.launch.host import Host
-from shoal.launch.launcher import store_on_loopback
-from shoal.launch.linked_hosts import LinkedHosts
-from shoal.launch.local_ranks import LocalRanks
-from shoal.launch.members import WAIT, Members
-from shoal.launch.membership import PEER
-from shoal.launch.memory_files import files_service
-from shoal.launch.nursery import Nursery
-from shoal.launch.stopping import StopRequest, signals_noted
+from shoal.launch.elastic.elastic import member_environments
+from shoal.launch.elastic.host import Host
+from shoal.launch.elastic.linked_hosts import LinkedHosts
+from shoal.launch.elastic.members import WAIT, Members
+from shoal.launch.elastic.membership import PEER
+from shoal.launch.hosts.gate import TOKEN_FILE, Gate, Pump, read_token, store_service
+from shoal.launch.hosts.memory_files import files_service
+from shoal.launch.local.launcher import store_on_loopback
+from shoal.launch.local.local_ranks import LocalRanks
+from shoal.launch.local.nursery import Nursery
+from shoal.launch.local.stopping import StopRequest, signals_noted
 from shoal.scratch import scratch_folder
 
 _LOOK = 0.05  # seconds between looks for hosts

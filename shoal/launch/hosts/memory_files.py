@@ -23,7 +23,7 @@ from shoal import limits
 from shoal.channel import Channel, dial
 from shoal.checkpoint import checkpoints, read_manifest
 from shoal.errors import CheckpointError
-from shoal.launch.gate import LAUNCHER, Service
+from shoal.launch.hosts.gate import LAUNCHER, Service
 from shoal.limits import open_regular, read_regular
 
 MANIFEST = "manifest.json"

@@ -22,15 +22,16 @@ from typing import Any, final
 
 from shoal.channel import Channel
 from shoal.errors import ClusterError, ConfigError, WorkerError
-from shoal.fleet.agent import Agent, Host, StartAgent
-from shoal.launch import EXIT_STOPPED, signals_noted
-from shoal.launch.agent import ALONE
-from shoal.launch.host import SILENCE
-from shoal.launch.host import Host as LinkedHost
-from shoal.launch.launcher import wait_for_end
-from shoal.launch.linked_hosts import LinkedHosts
-from shoal.launch.output import pass_on
-from shoal.launch.stopping import StopRequest
+from shoal.launch.elastic.host import SILENCE
+from shoal.launch.elastic.host import Host as LinkedHost
+from shoal.launch.elastic.linked_hosts import LinkedHosts
+from shoal.launch.fleet.agent import Agent, Host, StartAgent
+from shoal.launch.hosts.agent import ALONE
+from shoal.launch.local import signals_noted
+from shoal.launch.local.launcher import wait_for_end
+from shoal.launch.local.output import pass_on
+from shoal.launch.local.stopping import StopRequest
+from shoal.launch.submit import EXIT_STOPPED
 from shoal.scratch import scratch_folder
 
 _LOOK = 0.05  # seconds between looks at signals and deadlines

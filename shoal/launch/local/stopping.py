@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import final
 
-from shoal.launch.local_ranks import Processes
+from shoal.launch.local.local_ranks import Processes
 from shoal.signals import ANSWERED, EarlyEnd
 
 SAVE = 600.0  # seconds for ranks to finish their step and save, after a signal, where no grace is given

@@ -93,7 +93,7 @@ _ENDS = 5.0  # seconds for a program to end that has closed its output
 @final
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """`python -m shoal.launch` on a host: the launcher of this host's ranks.
+    """`python -m shoal.launch.hosts` on a host: the launcher of this host's ranks.
 
     Attributes:
         stream: Its stdin and stdout.
@@ -170,7 +170,7 @@ def agent_command(folder: str, python: Sequence[str]) -> str:
         folder: The working directory, from which `python -m` also imports.
         python: The Python there, with Shoal.
     """
-    return f"cd {shlex.quote(folder)} && exec {shlex.join([*python, '-m', 'shoal.launch'])}"
+    return f"cd {shlex.quote(folder)} && exec {shlex.join([*python, '-m', 'shoal.launch.hosts'])}"
 
 
 def ssh_command(host: str, command: str, ssh: Sequence[str] = ("ssh",)) -> list[str]:

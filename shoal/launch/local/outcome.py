@@ -22,8 +22,8 @@ from torch.distributed import DistError
 
 from shoal.analyze.hang import HangVerdict
 from shoal.errors import CheckpointError, CommunicationError, ShoalError, UserError, WorkerError
+from shoal.launch.submit import EXIT_STOPPED
 from shoal.signals import stopped_early
-from shoal.submit import EXIT_STOPPED
 
 EXIT_AGAIN = 76
 """Exit code of a member that ended because its group is lost, and that the launcher starts again."""

@@ -17,7 +17,7 @@ from typing import Any, final
 
 from shoal.channel import carried
 from shoal.errors import ClusterError, MissingExtraError
-from shoal.fleet.agent import Agent, Host, Said, start_program
+from shoal.launch.fleet.agent import Agent, Host, Said, start_program
 
 _CONNECT = 10.0  # seconds for a cluster to answer
 _WAIT = 0.5  # seconds that an actor waits for bytes before it answers
@@ -93,7 +93,7 @@ class _AgentActor:
     def __init__(self) -> None:
         self._said: deque[bytes] = deque()
         self._ended = ""
-        self._agent = start_program([sys.executable, "-m", "shoal.launch"], self._said.append)
+        self._agent = start_program([sys.executable, "-m", "shoal.launch.hosts"], self._said.append)
 
     def read(self) -> tuple[bytes | None, Sequence[bytes]]:
         """Return what comes from the agent within a moment, b"" at the end, and lines of its stderr."""

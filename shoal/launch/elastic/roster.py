@@ -1,6 +1,6 @@
 """The launcher's side of generations of members: makes them, in the store of the ranks.
 
-See `shoal.launch.membership`, the side of a member.
+See `shoal.launch.elastic.membership`, the side of a member.
 
 Members that end because another is lost: their groups report nothing, and cannot be left (NCCL).
 
@@ -20,7 +20,7 @@ from typing import final
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from shoal.launch.outcome import EXIT_AGAIN
+from shoal.launch.local.outcome import EXIT_AGAIN
 
 PREFIX = "members"
 NEWEST = "newest"

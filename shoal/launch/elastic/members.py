@@ -17,17 +17,17 @@ from typing import Any, final
 from torch.distributed.distributed_c10d import Store
 
 from shoal.errors import WorkerError
-from shoal.launch.drain import Request, Requests
-from shoal.launch.host import Host
-from shoal.launch.launcher import END, SETTLE, listen_for
-from shoal.launch.linked_hosts import LinkedHosts
-from shoal.launch.local_ranks import LocalRanks
-from shoal.launch.membership import AFTER
-from shoal.launch.outcome import Causes
-from shoal.launch.roster import Roster, Survivors
-from shoal.launch.stopping import SAVE, StopRequest
+from shoal.launch.elastic.drain import Request, Requests
+from shoal.launch.elastic.host import Host
+from shoal.launch.elastic.linked_hosts import LinkedHosts
+from shoal.launch.elastic.membership import AFTER
+from shoal.launch.elastic.roster import Roster, Survivors
+from shoal.launch.local.launcher import END, SETTLE, listen_for
+from shoal.launch.local.local_ranks import LocalRanks
+from shoal.launch.local.outcome import Causes
+from shoal.launch.local.stopping import SAVE, StopRequest
+from shoal.launch.submit import EXIT_STOPPED
 from shoal.spec.run import write_event
-from shoal.submit import EXIT_STOPPED
 
 _MENDED = 5.0  # seconds in which the failure of a group shows its cause, such as a process that ends
 

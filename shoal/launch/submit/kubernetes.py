@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from shoal.errors import ConfigError
-from shoal.submit.slurm import EXIT_STOPPED, EXIT_WRONG_INPUT
+from shoal.launch.submit.slurm import EXIT_STOPPED, EXIT_WRONG_INPUT
 
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9._/:-]*")
 _WORDS = frozenset(("true", "false", "yes", "no", "on", "off", "null", "y", "n"))
