@@ -13,8 +13,8 @@ from shoal.layers import LAYERS, package_of
 __all__ = ["imports", "pictures"]
 
 _PACKAGE = Path(__file__).resolve().parent.parent.parent / "shoal"
-_ROW, _COLUMN, _TOP = 18, 7.5, 34
-_NUMBERS, _NAMES, _ROLES, _DOTS = 18, 26, 146, 392
+_ROW, _COLUMN, _TOP = 18, 7.2, 34
+_NUMBERS, _NAMES, _ROLES, _DOTS = 18, 26, 146, 390
 _LONGEST = 43  # characters of a role
 
 
