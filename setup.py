@@ -1,8 +1,8 @@
 """Builds the native core; everything else about the package stands in pyproject.toml.
 
-The core is a plain shared library in C++20, which `shoal.collectives.core` loads with ctypes. It depends on
-no Python's ABI, so one wheel fits every Python 3. Where the core cannot be compiled the package installs
-without it, and trains over gloo; a wheel that is built so is for any platform.
+The core is a plain shared library in C++20, which `shoal.collectives.ctypes_core` loads with ctypes. It
+depends on no Python's ABI, so one wheel fits every Python 3. Where the core cannot be compiled the package
+installs without it, and trains over gloo; a wheel that is built so is for any platform.
 """
 
 import hashlib

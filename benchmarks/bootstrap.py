@@ -30,7 +30,7 @@ import torch.distributed as dist
 from rounds import Spread
 
 import shoal.collectives
-from shoal.collectives.meeting_point import Assembly
+from shoal.collectives.tcp_store import Assembly
 from shoal.machine.bench import describe
 
 assert shoal.collectives

@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from shoal.parallel.pipeline import runtime
-from shoal.parallel.pipeline.deferred import WeightGradients
+from shoal.parallel.pipeline.split_backward import WeightGradients
 from shoal.predict.simulate import measured_timeline
 from shoal.spec.plan.schedules import Played, Times, make, play
 from shoal.spec.run import Run

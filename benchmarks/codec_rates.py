@@ -37,7 +37,7 @@ from rounds import Spread
 from torch import Tensor
 
 from shoal.collectives.codecs import codec_of, native, with_torch
-from shoal.collectives.core import Core, load_core
+from shoal.collectives.ctypes_core import Core, load_core
 from shoal.machine.bench import describe
 from shoal.spec.plan import Compression
 

@@ -50,7 +50,7 @@ from shoal.record import NullRecorder
 from shoal.spec.plan import Plan
 from shoal.spec.run import Run
 from shoal.train.config import RecordConfig
-from shoal.train.execution import Profiling
+from shoal.train.rank_job import Profiling
 from shoal.train.result import LiveLine
 from shoal.train.run_writer import RunWriter, WritingRank
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from faults_struck import EVERY, OF_NETWORK
 from faults_traces import failures, is_in, is_rank, json_lines, last_line, namespace_of
 
-from shoal.launch.local.nursery import ForkedRank
+from shoal.launch.local.fork_server import ForkedRank
 from shoal.spec.timeline import Timeline
 from shoal.testing.hosts import Hosts
 from shoal.testing.programs import Programs

@@ -27,7 +27,7 @@ from shoal.collectives.host_buffers import BounceBuffers, HostPages
 from shoal.collectives.thread_device import on_callers_device
 from shoal.parallel.offload.storage import aligned_buffer
 from shoal.record import LiveStorages, MappedFiles
-from shoal.train import automatic
+from shoal.train import auto_plan
 from shoal.train.snapshot import compute_deterministically
 
 __all__ = [
@@ -260,7 +260,7 @@ def check_free_memory(device: torch.device) -> str:
     if device.type != "cuda":
         return "no CUDA: not tried"
     sharing, gpus = 4, torch.cuda.device_count()
-    given = automatic._free_on_gpus(sharing * gpus, 0)
+    given = auto_plan._free_on_gpus(sharing * gpus, 0)
     assert given is not None, "the processes that ask found no GPU"
     free = min(torch.cuda.mem_get_info(each)[0] for each in range(gpus))
     context = free / sharing - given  # this process's own context is not free in either

@@ -26,11 +26,11 @@ from shoal.models import (
     next_token_loss,
     token_keys,
 )
-from shoal.models.expert_products import GroupedProducts, LoopedProducts, Runs, multiply_by_experts
+from shoal.models.grouped_matmul import GroupedProducts, LoopedProducts, Runs, multiply_by_experts
 from shoal.parallel import compiled, parallelize
 from shoal.parallel.optimizer.optimizers import limit_gradients
 from shoal.spec.plan import Compression
-from shoal.train.update import Update
+from shoal.train.optimizer_step import Update
 
 __all__ = ["Operators", "finish"]
 

@@ -18,7 +18,7 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.nn.utils import get_total_norm
 
 from shoal.models import Mixture, next_token_loss
-from shoal.models.expert_products import Runs
+from shoal.models.grouped_matmul import Runs
 
 __all__ = ["exchange_in_a_loop", "keep_experts", "over_all_to_all"]
 

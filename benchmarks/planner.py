@@ -24,7 +24,7 @@ from pathlib import Path
 
 from shoal.cli.table import table_of
 from shoal.predict.planner import Search
-from shoal.predict.planner.shared import Shared
+from shoal.predict.planner.search_cache import Shared
 from shoal.spec.cluster import Cluster
 from shoal.spec.workload import ModelShape, Workload, shape, workload_of
 

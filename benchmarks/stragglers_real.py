@@ -34,7 +34,7 @@ from shoal.spec.timeline import Kind
 from shoal.testing import RankPool
 from shoal.train import OptimizerConfig, Trainer
 from shoal.train.micro_batch import Inputs, Reader
-from shoal.train.update import Update
+from shoal.train.optimizer_step import Update
 
 CAUSES = (Cause.LOADER, Cause.COPY, Cause.FORWARD, Cause.BACKWARD, Cause.OPTIMIZER)
 STEPS = 124

@@ -26,7 +26,7 @@ from slow_worker import WIDTH, Data, Waiting
 from torch import nn
 
 from shoal.machine.bench.report import describe
-from shoal.predict.planner.unequal import in_proportion
+from shoal.predict.planner.heterogeneous import in_proportion
 from shoal.spec.plan import Plan, Shares
 from shoal.train import OptimizerConfig, Trainer
 

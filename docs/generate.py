@@ -50,7 +50,7 @@ __all__ = ["MODELLED", "ROOT", "pages", "render"]
 ROOT = Path(__file__).resolve().parent.parent
 _GENERATED = re.compile(r"(<!-- generated: (?P<name>.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 MODELLED = (
-    *("kinds", "kinds: Groups that are alike", "collectives.network"),
+    *("device_kinds", "device_kinds: Groups that are alike", "collectives.network"),
     *("time.compute", "time.compute: Matrix products", "time.compute: Attention"),
     *("time.compute: Passes over memory", "time.compute: The host"),
     *("time.block", "time.block: Tensor parallelism", "time.block: Late ranks"),

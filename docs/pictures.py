@@ -1,8 +1,8 @@
 """Draws the pictures of the pages: `python docs/pictures.py` writes docs/pictures/*.svg.
 
-Algorithms of collectives are drawn from shoal/predict/cost/collectives/played.py, what is parallel inside a
-layer from what the code of shoal/parallel does when it runs (docs/drawn/watched.py), pipeline schedules from
-their tables, packages from their imports. A test holds the files to it.
+Algorithms of collectives are drawn from shoal/predict/cost/collectives/reference_execution.py, what is
+parallel inside a layer from what the code of shoal/parallel does when it runs (docs/drawn/watched.py),
+pipeline schedules from their tables, packages from their imports. A test holds the files to it.
 """
 
 from __future__ import annotations

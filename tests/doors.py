@@ -38,7 +38,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from shoal.channel import dial
 from shoal.launch.hosts.gate import LAUNCHER
-from shoal.parallel.exchange.server.terms import SERVER
+from shoal.parallel.exchange.server.protocol import SERVER
 
 ROOT = Path(__file__).resolve().parent.parent
 LINES = ROOT / "docs" / "reference" / "doors.jsonl"

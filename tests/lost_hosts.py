@@ -103,8 +103,8 @@ def wait(*_):
 
 OLDER = """
 import sys
-import shoal.launch.hosts.follow
-sys.modules["shoal.launch.hosts.follow"].release = lambda: "0.0.9"
+import shoal.launch.hosts.follower
+sys.modules["shoal.launch.hosts.follower"].release = lambda: "0.0.9"
 from shoal.cli.main import main
 sys.exit(main())
 """

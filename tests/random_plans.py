@@ -10,7 +10,7 @@ from typing import Any
 from shoal.errors import PlanError
 from shoal.spec.cluster import Cluster, Level
 from shoal.spec.plan import CHOICES, Plan, SettledPlan, divisors, parse_settings
-from shoal.spec.plan.choices import DEFAULT_ORDER
+from shoal.spec.plan.allowed_values import DEFAULT_ORDER
 from shoal.spec.plan.schedules import KINDS, NAMES
 from shoal.spec.workload import Workload
 

@@ -26,7 +26,7 @@ from shoal.channel import (
     dial,
     first_message,
 )
-from shoal.collectives.core import load_core
+from shoal.collectives.ctypes_core import load_core
 from shoal.listener import Listener, converse, listen
 
 SECRET, OTHER = b"a secret of some length", b"another secret of some length"

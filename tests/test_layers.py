@@ -14,7 +14,7 @@ PACKAGE = Path(shoal.__file__).parent
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 LINE_OF = {name: number for number, line in enumerate(LAYERS) for name in line}
 STRATEGIES = {
-    *(f"shoal.parallel.data.{name}" for name in ("naive", "resident", "zero3")),
+    *(f"shoal.parallel.data.{name}" for name in ("naive", "replicated", "zero3")),
     *(f"shoal.parallel.{name}.{name}" for name in ("tensor", "context", "expert")),
 }
 MOST_LINES = 600

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.collectives import core as core_module
+from shoal.collectives import ctypes_core as core_module
 from shoal.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -151,7 +151,7 @@ def test_a_core_from_another_system_is_named(tmp_path, monkeypatch):
     core = tmp_path / "collectives" / "_core.so"
     core.parent.mkdir()
     core.write_text("not a library")
-    monkeypatch.setattr(core_module, "__file__", str(core.with_name("core.py")))
+    monkeypatch.setattr(core_module, "__file__", str(core.with_name("ctypes_core.py")))
     main = importlib.import_module("shoal.cli.main")
     monkeypatch.setattr(main, "__file__", str(tmp_path / "cli" / "main.py"))
     with pytest.raises(ConfigError, match="the native core does not load: "):

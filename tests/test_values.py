@@ -194,8 +194,8 @@ UNPICKLED = {
     "testing/check/runner.py": "a file of this user's own parent process, in a private folder",
     "data/workers.py": "pipes to this process's own children",
     "analyze/hang/flight_recorder.py": "dumps of torch's flight recorder: plain containers alone",
-    "predict/planner/helper.py": "a pipe to this process's own child",
-    "train/automatic.py": "pipes to and from this process's own child",
+    "predict/planner/helper_process.py": "a pipe to this process's own child",
+    "train/auto_plan.py": "pipes to and from this process's own child",
     "collectives/device_memory.py": "CUDA's handles, among ranks on one host, which share memory anyway",
 }
 """The files that may unpickle, and where the bytes come from."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from drawn.svg import BLUE, GRAY, WIDTH, arrow, box, frame, line, svg, text
-from shoal.predict.cost.collectives.played import PLAYED, Played, in_order_parents
+from shoal.predict.cost.collectives.reference_execution import PLAYED, Played, in_order_parents
 
 __all__ = ["pictures"]
 

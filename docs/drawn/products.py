@@ -10,7 +10,7 @@ import torch
 from drawn.svg import BLUE, COLORS, GRAY, ORANGE, arrow, box, frame, line, svg, text
 from drawn.watched import Event, watch
 from shoal.models import Transformer, preset
-from shoal.parallel.tensor.products import column_products, row_product
+from shoal.parallel.tensor.parallel_linear import column_products, row_product
 from shoal.parallel.tensor.tensor import TensorCuts, cut_tensors, layout_of
 from shoal.spec.plan import Plan
 

@@ -14,8 +14,8 @@ from drawn.svg import BLUE, COLORS, WIDTH, arrow, box, text
 from drawn.svg import svg as drawing
 from drawn.watched import watch
 from shoal.models import Mixture, TransformerConfig
-from shoal.models.expert_products import Multiply, Runs
 from shoal.models.experts import run_experts
+from shoal.models.grouped_matmul import Multiply, Runs
 from shoal.parallel.axes import Axes
 from shoal.parallel.expert.expert import cut_experts, expert_parallel
 from shoal.record import NullRecorder

@@ -20,7 +20,7 @@ from shoal.cli.local import nursery_for
 from shoal.cli.table import as_json
 from shoal.errors import ConfigError, WorkerError
 from shoal.spec.plan import SYNCHRONOUS, Plan, SettledPlan
-from shoal.spec.plan.legal import VARIED, legal_plans
+from shoal.spec.plan.enumerate import VARIED, legal_plans
 
 if TYPE_CHECKING:
     from shoal.launch.local import Nursery, World

@@ -14,7 +14,7 @@ import torch  # noqa: F401  # comes first: torch imports its backends, and so th
 from shoal.collectives.aggregator import Aggregator
 from shoal.collectives.checks import Stripes
 from shoal.collectives.codecs import Codec, codec_of
-from shoal.collectives.core import is_built
+from shoal.collectives.ctypes_core import is_built
 from shoal.collectives.group import ProcessGroup
 from shoal.collectives.hang_watch import HangWatch, watch_hangs
 from shoal.collectives.options import Options

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 
-from shoal.collectives.core import load_core
-from shoal.collectives.meeting_point import aggregator_secret
+from shoal.collectives.ctypes_core import load_core
 from shoal.collectives.options import numeric_address
+from shoal.collectives.tcp_store import aggregator_secret
 from shoal.errors import ConfigError
 
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from shoal.collectives.codes import described, refusal, type_name
+from shoal.collectives.enums import described, refusal, type_name
 from shoal.errors import CollectiveError
 
 _ABOVE_OFFSETS = 1 << 44

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 from shoal.collectives.checks import address_of, bytes_of
-from shoal.collectives.codes import ALGORITHM_NUMBERS, COLLECTIVE_NUMBERS, MOVED, Chooser, reduction_numbers
-from shoal.collectives.core import GOING_ON, Call, Core
+from shoal.collectives.ctypes_core import GOING_ON, Call, Core
+from shoal.collectives.enums import ALGORITHM_NUMBERS, COLLECTIVE_NUMBERS, MOVED, Chooser, reduction_numbers
 from shoal.collectives.hang_watch import HangWatch
 from shoal.collectives.operation import Operation, describe_call, first_difference, first_uneven_split
 from shoal.collectives.options import Options

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from shoal.collectives.checks import Stripes
-from shoal.collectives.codes import COLLECTIVE_NUMBERS, REDUCTION_NAMES
-from shoal.collectives.core import Call
+from shoal.collectives.ctypes_core import Call
+from shoal.collectives.enums import COLLECTIVE_NUMBERS, REDUCTION_NAMES
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shoal.collectives.core import load_core
+from shoal.collectives.ctypes_core import load_core
 from shoal.collectives.group import ProcessGroup
 from shoal.collectives.hang_watch import watch_of_process
 from shoal.collectives.native import NativeGroup

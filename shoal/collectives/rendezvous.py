@@ -20,8 +20,7 @@ from typing import NamedTuple
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from shoal.collectives.core import Core
-from shoal.collectives.meeting_point import Assembly, aggregator_secret
+from shoal.collectives.ctypes_core import Core
 from shoal.collectives.options import (
     Options,
     address_towards,
@@ -29,6 +28,7 @@ from shoal.collectives.options import (
     numeric_address,
     require_same,
 )
+from shoal.collectives.tcp_store import Assembly, aggregator_secret
 from shoal.errors import ConfigError
 from shoal.proc import boot_id
 

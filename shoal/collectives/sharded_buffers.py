@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shoal.collectives.core import load_core
+from shoal.collectives.ctypes_core import load_core
 from shoal.errors import ModelError
 
 # Options of mallopt(3).

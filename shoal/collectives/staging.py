@@ -11,10 +11,10 @@ operation. One thread begins the native collectives, in the order of the calls, 
 must begin them in one order; a collective of tensors on the host waits until those before it have begun.
 Another thread begins to send messages. A receive needs nothing of the device and begins at once.
 
-If all ranks of the group are on one device, that has the way of `one_device.py` for most collectives. Ranks
-find out at the first such collective: the thread that begins them waits there for the other ranks. Then these
-collectives have a thread and an order of their own, so that neither the host's collectives nor messages wait
-for them.
+If all ranks of the group are on one device, that has the way of `shared_device.py` for most collectives.
+Ranks find out at the first such collective: the thread that begins them waits there for the other ranks. Then
+these collectives have a thread and an order of their own, so that neither the host's collectives nor messages
+wait for them.
 
 Until its read is complete, an operand is held by the operation. A host buffer is lent to the native
 operation, and is not used again before the operation has let go of it and the device has read it.
@@ -35,12 +35,12 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from shoal.collectives.checks import require_stripes
-from shoal.collectives.codes import described, reduction_numbers, refusal
 from shoal.collectives.device_memory import CudaMemory
+from shoal.collectives.enums import described, reduction_numbers, refusal
 from shoal.collectives.host_buffers import DeviceCopies, Event, HostBuffer, HostBuffers
 from shoal.collectives.native import NativeGroup
-from shoal.collectives.one_device import OneDevice
 from shoal.collectives.operation import Operation
+from shoal.collectives.shared_device import OneDevice
 from shoal.collectives.work import Background
 from shoal.errors import CollectiveError
 

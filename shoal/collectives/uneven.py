@@ -19,7 +19,7 @@ from shoal.collectives.checks import (
     require_size,
     require_type,
 )
-from shoal.collectives.codes import described, reduction_numbers, refusal
+from shoal.collectives.enums import described, reduction_numbers, refusal
 from shoal.collectives.work import Done, Several
 
 Tensors = Sequence[torch.Tensor]

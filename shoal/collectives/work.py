@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.collectives.core import GOING_ON, Core
+from shoal.collectives.ctypes_core import GOING_ON, Core
 from shoal.collectives.thread_device import on_callers_device, take_device
 from shoal.errors import CollectiveError
 

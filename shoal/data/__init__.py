@@ -25,7 +25,7 @@ from shoal.data.samples import (
     as_samples,
     fetch,
 )
-from shoal.data.streamed import StreamedCorpus, StreamedSamples
+from shoal.data.stream_corpus import StreamedCorpus, StreamedSamples
 from shoal.data.tokenizer import Tokenizer, open_tokenizer
 
 __all__ = [

@@ -25,7 +25,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from shoal.data.stream import StreamInfo
+from shoal.data.token_writer import StreamInfo
 
 _HEADER_BYTES = 1 << 16  # pages, so that the tokens are aligned for any dtype; holds the names of classes
 _LEFT = 600.0  # seconds without a change after which an unfinished file was left by a writer that is gone

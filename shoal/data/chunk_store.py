@@ -36,7 +36,7 @@ from shoal.data.encoding import holds_ids, open_ids
 from shoal.data.labelled import Labels
 from shoal.data.rows import row_groups
 from shoal.data.sources import SourceFile
-from shoal.data.stream import StreamInfo, first_end, write_documents
+from shoal.data.token_writer import StreamInfo, first_end, write_documents
 from shoal.data.tokenizer import open_tokenizer
 from shoal.data.workers import Workers
 from shoal.errors import DataError

@@ -22,7 +22,7 @@ from shoal.data.labelled import LabelledSamples, class_names, numbers_of, requir
 from shoal.data.packed import PackedSamples
 from shoal.data.samples import JoinedIds, TokenSamples
 from shoal.data.sources import SourceFile, find_files
-from shoal.data.stream import StreamInfo, id_parts, write_stream
+from shoal.data.token_writer import StreamInfo, id_parts, write_stream
 from shoal.data.tokenizer import Tokenizer, open_tokenizer
 from shoal.errors import ConfigError, DataError, nearest
 

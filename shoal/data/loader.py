@@ -170,7 +170,7 @@ class Loader(Generic[Batch]):
 
         Micro-batch `j` holds the positions `position + (j * ranks + rank) * microbatch + [0, microbatch)`.
         With shares, round `j` counts only the ranks that take a micro-batch `j`: see
-        `shoal.spec.plan.shares`.
+        `shoal.spec.plan.uneven_micro_batches`.
 
         Args:
             position: The global position at which the batch starts.

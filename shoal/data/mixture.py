@@ -12,8 +12,8 @@ from shoal.data.corpus import Corpus, Split
 from shoal.data.corpus import prepare as prepare_one
 from shoal.data.packed import MixedSamples, PackedSamples
 from shoal.data.samples import TokenSamples
-from shoal.data.streamed import StreamedCorpus
-from shoal.data.streaming import prepare_streamed
+from shoal.data.stream_corpus import StreamedCorpus
+from shoal.data.stream_setup import prepare_streamed
 from shoal.data.tokenizer import Tokenizer
 from shoal.errors import ConfigError, DataError
 

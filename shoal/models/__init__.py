@@ -7,7 +7,6 @@ is a module with inputs and a loss of its own. `generate` samples from what was 
 Workload of any module, for the planner.
 """
 
-from shoal.models.as_llama import llama_config, llama_name, stored_as_llama
 from shoal.models.attention import Documents
 from shoal.models.config import TransformerConfig, preset, preset_names
 from shoal.models.dropout import Dropout, token_keys
@@ -21,6 +20,7 @@ from shoal.models.hugging_face import (
     new_parameters,
     stored_for,
 )
+from shoal.models.llama_names import llama_config, llama_name, stored_as_llama
 from shoal.models.loading import build, build_or_task, find_factory
 from shoal.models.lora import (
     ALL_LINEAR,

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from shoal.models.attention import without_autocast
 from shoal.models.config import TransformerConfig
-from shoal.models.expert_products import Multiply, Runs, multiply_by_experts
+from shoal.models.grouped_matmul import Multiply, Runs, multiply_by_experts
 from shoal.models.loss import LossFactor
 
 

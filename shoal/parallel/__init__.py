@@ -10,22 +10,22 @@ Nouns: Parallel (a model laid over the ranks), Axis (a group with its collective
 from shoal.parallel.apply import parallelize, plan_of, require_layout, require_trainable
 from shoal.parallel.axes import Axes
 from shoal.parallel.communication import Axis, Pending
+from shoal.parallel.device import own_device
 from shoal.parallel.documents import DocumentsGuard, require_documents
-from shoal.parallel.exchange.guided_updates import GuidedUpdates
 from shoal.parallel.exchange.local_updates import LocalUpdates
-from shoal.parallel.exchange.merges import Outer, OuterState, outer_settings
+from shoal.parallel.exchange.merge_schedule import Outer, OuterState, outer_settings
 from shoal.parallel.exchange.served import ServedUpdates
-from shoal.parallel.first_values import FirstValues
+from shoal.parallel.exchange.switchable_exchange import GuidedUpdates
+from shoal.parallel.local_shards import Frozen, Owned, local_part
 from shoal.parallel.offload.offloaded_optimizer import OffloadedOptimizer
-from shoal.parallel.optimizer.composed import Composed, Together, parts_of, title_of
+from shoal.parallel.optimizer.joined_optimizers import Composed, Together, parts_of, title_of
 from shoal.parallel.optimizer.optimizers import GradientNorm
 from shoal.parallel.optimizer.whole_parameters import WholeParameters
-from shoal.parallel.owned import Frozen, Owned, local_part
 from shoal.parallel.parallel import Parallel
+from shoal.parallel.parameter_init import FirstValues
 from shoal.parallel.pipeline.pieces import Batch
 from shoal.parallel.pipeline.stage_layout import StageLayout
-from shoal.parallel.place import own_device
-from shoal.parallel.replicas import Replicas
+from shoal.parallel.replica_check import Replicas
 from shoal.parallel.tensor.tensor_layout import Split, TensorLayout
 from shoal.parallel.tensor.vocabulary import SplitLogits
 

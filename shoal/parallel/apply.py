@@ -18,19 +18,19 @@ from shoal.collectives.values import all_gather_value
 from shoal.errors import LayoutError, ModelError, PlanError
 from shoal.models import Transformer, mixtures_of
 from shoal.models.task import find_blocks
-from shoal.parallel.access import is_laid_out
 from shoal.parallel.axes import Axes
 from shoal.parallel.compiled import compile_blocks, uncompiled
 from shoal.parallel.context.context import context_parallel, require_context
 from shoal.parallel.context.positions import require_sequence, residual_positions
 from shoal.parallel.data.naive import naive
-from shoal.parallel.data.resident import resident
+from shoal.parallel.data.replicated import resident
 from shoal.parallel.data.strategy import Setup, Strategy
 from shoal.parallel.data.zero3 import zero3
+from shoal.parallel.device import memory_of_a_rank, place
 from shoal.parallel.division_probe import Divided, DivisionProbe
-from shoal.parallel.exchange.sums import Compressing
+from shoal.parallel.exchange.compressed_sums import Compressing
 from shoal.parallel.expert.expert import cut_experts, expert_parallel, require_experts
-from shoal.parallel.first_values import take_first_values
+from shoal.parallel.full_state import Whole
 from shoal.parallel.hugging_face.layout import has_tensor_plan, leave_weights, refuse_some_logits
 from shoal.parallel.hugging_face.routers import RouterLogits, gather_router_logits
 from shoal.parallel.hugging_face.sequence import refuse_own_loss, split_stream, use_no_cache
@@ -38,16 +38,16 @@ from shoal.parallel.loss_terms import mark_parts
 from shoal.parallel.offload.storage import Storage
 from shoal.parallel.offload.stored_activations import store_activations
 from shoal.parallel.parallel import Parallel
-from shoal.parallel.pipeline.deferred import Deferral, put_off_products
+from shoal.parallel.parameter_init import take_first_values
 from shoal.parallel.pipeline.pieces import Batch, Pieces, Room, cut_pieces, device_name, settled_on_device
 from shoal.parallel.pipeline.runtime import Pipeline, StageEntry, StageHere
+from shoal.parallel.pipeline.split_backward import Deferral, put_off_products
 from shoal.parallel.pipeline.stage_layout import StageLayout
 from shoal.parallel.pipeline.stages import take_stages
-from shoal.parallel.place import memory_of_a_rank, place
 from shoal.parallel.precision import cast_inputs, kept_in_fp32, use_float8
-from shoal.parallel.state import Whole
 from shoal.parallel.tensor.tensor import TensorCuts, cut_tensors, layout_of, tensor_parallel
 from shoal.parallel.tensor.tensor_layout import TensorLayout
+from shoal.parallel.weight_hooks import is_laid_out
 from shoal.record import NullRecorder, Recorder
 from shoal.spec.plan import Plan, block_choices
 

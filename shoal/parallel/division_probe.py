@@ -31,6 +31,7 @@ from shoal.models.task import tensors_in
 from shoal.parallel.axes import Axes
 from shoal.parallel.context.positions import local_sequence
 from shoal.parallel.hugging_face.layout import has_tensor_plan
+from shoal.parallel.local_shards import Cut
 from shoal.parallel.model_probe import (
     LARGE,
     Probe,
@@ -40,7 +41,6 @@ from shoal.parallel.model_probe import (
     is_hugging_face,
     required_arguments,
 )
-from shoal.parallel.owned import Cut
 from shoal.parallel.tensor.vocabulary import SplitLogits
 from shoal.spec.plan import Plan
 

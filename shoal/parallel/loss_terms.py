@@ -36,7 +36,7 @@ from torch.nn.utils import clip_grad
 from shoal.errors import LayoutError
 from shoal.models.task import children_of
 from shoal.parallel.axes import Axes
-from shoal.parallel.owned import NO_NORM, Mark, Owned, local_part
+from shoal.parallel.local_shards import NO_NORM, Mark, Owned, local_part
 
 _SUMMED = "_shoal_summed"
 _OF_STAGE = "_shoal_of_stage"

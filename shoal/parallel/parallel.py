@@ -12,10 +12,11 @@ from torch import nn
 
 from shoal.errors import LayoutError, TrainingError
 from shoal.models.dropout import Dropout, token_keys
-from shoal.parallel.access import answer_as_model, mark_laid_out, refuse_copies
 from shoal.parallel.axes import Axes
 from shoal.parallel.context.positions import local_sequences, residual_positions
 from shoal.parallel.data.strategy import Strategy, in_all
+from shoal.parallel.full_state import State, Whole
+from shoal.parallel.local_shards import Cut, fixed_parameters, require_trained
 from shoal.parallel.micro_batches import (
     Arguments,
     AuxiliaryLosses,
@@ -32,10 +33,9 @@ from shoal.parallel.optimizer.optimizers import (
     limit_gradients,
     measure_gradient,
 )
-from shoal.parallel.owned import Cut, fixed_parameters, require_trained
 from shoal.parallel.pipeline.messages import MicroBatch
 from shoal.parallel.pipeline.runtime import Loss, Pipeline
-from shoal.parallel.state import State, Whole
+from shoal.parallel.weight_hooks import answer_as_model, mark_laid_out, refuse_copies
 from shoal.spec.plan import Plan
 
 

@@ -17,7 +17,7 @@ from statistics import median
 from typing import Self
 
 from shoal.analyze.diagnosis import Cause
-from shoal.analyze.diagnosis.own_work import PHASES, own_work
+from shoal.analyze.diagnosis.compute_time import PHASES, own_work
 from shoal.analyze.replay import Arrive, Await, Collective, Event, Graph, Work, play
 from shoal.spec.plan.schedules import Work as Action
 from shoal.spec.plan.schedules import make

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import final
 
-from shoal.launch.local.nursery import ForkedRank, Nursery, connected
+from shoal.launch.local.fork_server import ForkedRank, Nursery, connected
 
 _SERVER = """
 import socket, sys
 import shoal.testing.check, shoal.cli.main, shoal.train
-from shoal.launch.local.nursery import serve
+from shoal.launch.local.fork_server import serve
 serve(socket.socket(fileno=int(sys.argv[1])))
 """
 

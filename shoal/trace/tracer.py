@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shoal.errors import ModelError
-from shoal.models.expert_products import Runs
 from shoal.models.experts import Mixture, run_experts
+from shoal.models.grouped_matmul import Runs
 from shoal.models.once_differentiable import once_differentiable
 from shoal.models.task import find_blocks
 from shoal.spec.workload import Block, Keep, Operation, Parameters, Part, Pass, Product, Saved, Workload

@@ -5,6 +5,7 @@ and the run it becomes). The command line calls `check` and `execute`; users wit
 own call the Trainer.
 """
 
+from shoal.train.absolute_paths import located
 from shoal.train.classes import with_classes
 from shoal.train.config import (
     CheckpointConfig,
@@ -16,10 +17,9 @@ from shoal.train.config import (
     settings_of,
     table_of,
 )
+from shoal.train.entry import execute
 from shoal.train.evaluate import HeldOut
-from shoal.train.execute import execute
 from shoal.train.export import load_model
-from shoal.train.host_memory import FOLDER, memory_folder
 from shoal.train.job import (
     Job,
     Resume,
@@ -32,11 +32,11 @@ from shoal.train.job import (
     servers_of,
 )
 from shoal.train.learning_rate import learning_rate
-from shoal.train.located import located
 from shoal.train.micro_batch import TrainingData
 from shoal.train.optimizer import Optimization
-from shoal.train.portable import BackgroundSaves, load, save
+from shoal.train.peer_checkpoints import FOLDER, memory_folder
 from shoal.train.result import Callbacks, StepResult
+from shoal.train.save_load import BackgroundSaves, load, save
 from shoal.train.trainer import Runtime, Trainer
 
 __all__ = [

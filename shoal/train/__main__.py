@@ -13,7 +13,7 @@ from shoal.launch.elastic import Membership
 from shoal.launch.local import find_world, reports_failures, run_rank
 from shoal.launch.submit import EXIT_STOPPED
 from shoal.train.elastic import abort, execute_elastic, group_failure
-from shoal.train.execute import execute
+from shoal.train.entry import execute
 from shoal.values import decode
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol, final
 
 from shoal.checkpoint import Background, Coordinator, Ended, Piece, Saver, Spread, Staging, coordinator_beside
 from shoal.errors import CheckpointError, CommunicationError
-from shoal.parallel.place import available_memory, memory_of_steps
+from shoal.parallel.device import available_memory, memory_of_steps
 from shoal.record import Recorder
 from shoal.spec.timeline import Kind
 from shoal.units import format_bytes

@@ -1,4 +1,4 @@
-"""Trains as a member of a training whose ranks may be lost and come; see `shoal.launch.elastic.membership`.
+"""Trains as a member of a training whose ranks may be lost and come; see `shoal.launch.elastic.elastic_rank`.
 
 The Plan of the members that are left of a training.
 
@@ -38,13 +38,13 @@ from shoal.predict.simulate import played_seconds
 from shoal.spec.plan import EQUAL, Plan, SettledPlan, Shares, divisors
 from shoal.spec.run import Run
 from shoal.spec.run.writer import name_group
-from shoal.train.automatic import choose_plan, machines_and_work, settled_stages, within_memory
+from shoal.train.absolute_paths import shape_of
+from shoal.train.auto_plan import choose_plan, machines_and_work, settled_stages, within_memory
 from shoal.train.classes import require_data_parallel
 from shoal.train.config import TrainConfig
-from shoal.train.execute import execute_as_member
-from shoal.train.execution import Regroup
+from shoal.train.entry import execute_as_member
 from shoal.train.job import Job, Resume
-from shoal.train.located import shape_of
+from shoal.train.rank_job import Regroup
 
 # Judged, not measured.
 _GAIN = 0.05  # share of a step by which another layout must be quicker

@@ -51,8 +51,8 @@ from shoal.models import (
     stored_for,
 )
 from shoal.spec.run import Run
+from shoal.train.absolute_paths import build_model, shape_of
 from shoal.train.config import LoraConfig, TrainConfig, load_config
-from shoal.train.located import build_model, shape_of
 from shoal.train.state import fixed_pieces
 
 T = TypeVar("T")

@@ -23,11 +23,11 @@ from shoal.spec.cluster import Cluster
 from shoal.spec.plan import Plan, SettledPlan, parse_settings
 from shoal.spec.run import Run, absolute, default_path, is_free, shown
 from shoal.spec.run.directory import resume_command
-from shoal.train.automatic import AUTOMATIC, PassedOver, Resolved, choose_plan, settled_stages
+from shoal.train.absolute_paths import shape_of
+from shoal.train.auto_plan import AUTOMATIC, PassedOver, Resolved, choose_plan, settled_stages
 from shoal.train.classes import prepared, require_classes, require_data_parallel
 from shoal.train.config import OptimizerConfig, TrainConfig
-from shoal.train.first_weights import require_weights
-from shoal.train.located import shape_of
+from shoal.train.init_from import require_weights
 from shoal.train.optimizer import require_elementwise, require_factories
 from shoal.units import format_bytes
 

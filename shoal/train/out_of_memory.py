@@ -11,7 +11,7 @@ from shoal.predict.cost import Memories
 from shoal.predict.planner import choose
 from shoal.spec.cluster import Cluster, Device
 from shoal.spec.plan import SettledPlan
-from shoal.train.automatic import machines_and_work
+from shoal.train.auto_plan import machines_and_work
 from shoal.train.config import TrainConfig
 from shoal.units import format_bytes
 

@@ -6,7 +6,7 @@
 
 Checkpoints in memory are ordinary ones in a folder of the memory file system, so any other Plan can load
 them, and they outlive the process that wrote them. Where there are several hosts, each keeps a part; see
-`host_memory.py`. If there is no room in memory, ranks that change go on from the run's directory.
+`peer_checkpoints.py`. If there is no room in memory, ranks that change go on from the run's directory.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from shoal.spec.run import Account
 from shoal.spec.run.writer import claimed
 from shoal.train.checkpointer import has_room_for
 from shoal.train.config import CheckpointConfig
-from shoal.train.first_weights import begin_from_first_values
-from shoal.train.host_memory import FOLDER, HostMemory
+from shoal.train.init_from import begin_from_first_values
 from shoal.train.job import Resume
+from shoal.train.peer_checkpoints import FOLDER, HostMemory
 from shoal.train.trainer import Trainer
 from shoal.units import format_seconds
 

@@ -26,7 +26,7 @@ from shoal.collectives.host_buffers import BounceBuffers
 from shoal.data import key_of, seed_generators
 from shoal.errors import ConfigError
 from shoal.parallel import Axis, GuidedUpdates, Parallel
-from shoal.parallel.owned import local_part
+from shoal.parallel.local_shards import local_part
 from shoal.parallel.plain_state import attributes, is_changed, put_back
 
 _Place = tuple[nn.Module, str]

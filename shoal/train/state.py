@@ -50,7 +50,7 @@ from shoal.parallel import (
     parts_of,
 )
 from shoal.parallel.data.strategy import Exchanging
-from shoal.parallel.exchange.merges import is_key_of
+from shoal.parallel.exchange.merge_schedule import is_key_of
 from shoal.parallel.exchange.worker_exchange import exchange_of
 
 _ELEMENTS, _TENSOR, _NUMBER = "optimizer", "optimizer-tensor", "optimizer-number"

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shoal.models.task import find_blocks
 from shoal.parallel import Parallel, local_part
-from shoal.parallel.place import memory_of_steps
+from shoal.parallel.device import memory_of_steps
 from shoal.record import LiveStorages, MappedFiles, spanned
 from shoal.spec.run import OUTSIDE, MeasuredMemory, UnitMemory, write_memory
 

@@ -20,9 +20,9 @@ from shoal.errors import ConfigError
 from shoal.models import Transformer
 from shoal.parallel import Batch, Parallel, Replicas, own_device, parallelize, plan_of
 from shoal.parallel.compiled import compiled, uncompiled
+from shoal.parallel.device import limit_logits
 from shoal.parallel.exchange.server import Servers
 from shoal.parallel.exchange.worker_exchange import exchange_of
-from shoal.parallel.place import limit_logits
 from shoal.record import NullRecorder, Recorder
 from shoal.spec.plan import Plan, SettledPlan
 from shoal.spec.run import Decision
@@ -31,18 +31,18 @@ from shoal.train.checkpointer import Begun, Checkpointer, Told
 from shoal.train.compiling import with_compile
 from shoal.train.config import OptimizerConfig
 from shoal.train.evaluate import Evaluation, Evaluator, HeldOut, accuracy, values_on
-from shoal.train.guide import guide_of
+from shoal.train.exchange_tuner import guide_of
+from shoal.train.forward_backward import Asked, Passes
 from shoal.train.learning_rate import RateCourse
 from shoal.train.micro_batch import Loss, Reader, TrainingData, require_divided_loss
 from shoal.train.optimizer import Optimization, build_optimizer
-from shoal.train.passes import Asked, Passes
+from shoal.train.optimizer_step import Explainer, Skips, Unsettled, Update
 from shoal.train.result import Callbacks, StepResult
 from shoal.train.run_writer import RunWriter, writer_of_trainer
-from shoal.train.served import Curvature, plan_of_ranks, serve_optimizer, stale_guard_of
+from shoal.train.server_worker import Curvature, plan_of_ranks, serve_optimizer, stale_guard_of
 from shoal.train.snapshot import ChangingBuffers, begin_anew
-from shoal.train.stepping import Stepping
+from shoal.train.step import Stepping
 from shoal.train.training_state import TrainingState
-from shoal.train.update import Explainer, Skips, Unsettled, Update
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,8 +54,8 @@ class Runtime:
         offload_folder: Folder for the files of a Plan with `offload`; by default that of the Run.
         held_out: With exchange=auto, what trials compare on. By default the loss of the samples that come
             next, and for Shoal's own models next-token accuracy.
-        compare_replicas: Steps between comparisons of replicas' bits (`shoal.parallel.replicas`); 0 for none.
-        synchronise_buffers: Whether buffers that steps change are averaged over the ranks after each.
+        compare_replicas: Steps between comparisons of replicas' bits (`shoal.parallel.replica_check`); 0 for
+        none. synchronise_buffers: Whether buffers that steps change are averaged over the ranks after each.
         recorder: Recorder of spans, if they do not go into a Run.
     """
 

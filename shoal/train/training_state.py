@@ -1,7 +1,7 @@
 """The state of training as a checkpoint, and back: the model, its buffers, the optimizer, random generators.
 
 `TrainingState` is that of a Trainer. `training_to_save` and `load_training` do the part that it has in common
-with a loop of one's own, see `portable.py`. `state.py` names the pieces.
+with a loop of one's own, see `save_load.py`. `state.py` names the pieces.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shoal.checkpoint import Coordinator, Piece, Spread, attempt_together, load_
 from shoal.errors import CheckpointError
 from shoal.parallel import Parallel, Replicas, title_of
 from shoal.parallel.exchange.worker_exchange import STEPS, exchange_of
-from shoal.train.put_off import are_put_off, note_loaded
+from shoal.train.deferred_init import are_put_off, note_loaded
 from shoal.train.snapshot import begin_anew, random_state, set_random_state
 from shoal.train.state import (
     ToLoad,

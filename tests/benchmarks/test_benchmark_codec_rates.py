@@ -10,7 +10,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import codec_rates
 import torch
 
-from shoal.collectives.core import load_core
+from shoal.collectives.ctypes_core import load_core
 from shoal.spec.plan import Compression
 
 core = load_core()

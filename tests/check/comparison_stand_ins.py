@@ -19,7 +19,7 @@ from shoal.parallel import Axis, GradientNorm, Parallel
 from shoal.parallel.communication import Striped
 from shoal.parallel.context import context
 from shoal.parallel.context.positions import POSITIONS
-from shoal.parallel.data.resident import WeightUpdate
+from shoal.parallel.data.replicated import WeightUpdate
 from shoal.parallel.expert import expert
 from shoal.spec.plan import Plan, SettledPlan
 from shoal.testing.check import Comparison, Tolerance, Trial, Verdict

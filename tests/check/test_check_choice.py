@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shoal.errors import ConfigError
 from shoal.spec.plan import DEGREES, Plan
-from shoal.spec.plan.legal import legal_plans
+from shoal.spec.plan.enumerate import legal_plans
 from shoal.testing.check import covering, with_axes
 
 PLANS = [plan for plan in legal_plans(8) if plan.pp == 1]

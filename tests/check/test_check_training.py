@@ -11,7 +11,7 @@ from comparison_stand_ins import SHAPE, check, groups_after_plans, make_trial
 from shoal.data import Loader
 from shoal.errors import ConfigError, ModelError
 from shoal.spec.plan import Plan
-from shoal.spec.plan.legal import legal_plans
+from shoal.spec.plan.enumerate import legal_plans
 from shoal.testing.check import Tolerance
 from shoal.testing.check.distributed import Fragment, copies
 from shoal.testing.check.reference import Reference, Sums, relative, vector_deviation

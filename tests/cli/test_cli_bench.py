@@ -13,7 +13,7 @@ from importlib.util import find_spec
 import pytest
 
 from shoal.cli.main import main
-from shoal.collectives.core import is_built
+from shoal.collectives.ctypes_core import is_built
 
 BENCH = [sys.executable, "-m", "shoal.cli.main", "bench"]
 QUICK = ["--backend=gloo", "--sizes=64B,1KiB", "--rounds=2"]

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 
-from shoal.collectives.core import load_core
+from shoal.collectives.ctypes_core import load_core
 
 
 def test_the_version_says_whether_the_core_is_built_and_for_which_unit():

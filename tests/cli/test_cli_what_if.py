@@ -5,7 +5,7 @@ import json
 import pytest
 
 from shoal.analyze.diagnosis import Cause
-from shoal.analyze.diagnosis.own_work import PHASES
+from shoal.analyze.diagnosis.compute_time import PHASES
 from shoal.cli.main import main
 from shoal.errors import RunError
 from shoal.spec.run import Run

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from late_device import LateDevice, LateMemory
 
 from shoal.collectives import ProcessGroup, Stripes
-from shoal.collectives.core import load_core
+from shoal.collectives.ctypes_core import load_core
 from shoal.collectives.device_memory import DeviceMemory
 from shoal.collectives.host_buffers import HostBuffers
 from shoal.collectives.native import NativeGroup
-from shoal.collectives.one_device import OneDevice
 from shoal.collectives.options import Options
+from shoal.collectives.shared_device import OneDevice
 from shoal.collectives.staging import Staging
 from shoal.spec.plan import Plan
 from shoal.testing.check import Comparison, Trial

@@ -21,7 +21,7 @@ from fault_ranks import Ended, form
 from late_device import LateMemory
 from torch.distributed.distributed_c10d import ReduceOp
 
-from shoal.collectives import Stripes, one_device
+from shoal.collectives import Stripes, shared_device
 from shoal.collectives.host_buffers import DeviceCopies
 from shoal.collectives.staging import Staging
 from shoal.errors import CollectiveError
@@ -265,7 +265,7 @@ def fail(how: str) -> tuple[str, str, int]:
             stripes = Stripes([(4, 8), (28, 4)] if is_odd else [(0, 8), (28, 4)])
             group.all_gather_stripes(torch.ones(10), stripes).wait()
         elif how == "fails" and is_odd:
-            with mock.patch.object(one_device, "rounds", side_effect=MemoryError("no memory")):
+            with mock.patch.object(shared_device, "rounds", side_effect=MemoryError("no memory")):
                 dist.all_reduce(torch.ones(10), group=group)
         else:
             dist.all_reduce(torch.ones(10), group=group)

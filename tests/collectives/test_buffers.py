@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.collectives import empty, trim
-from shoal.collectives.core import load_core
+from shoal.collectives.ctypes_core import load_core
 from shoal.errors import CollectiveError
 
 core = load_core()

@@ -13,7 +13,7 @@ from operator_stand_ins import Operators, Waits
 
 from shoal.collectives import codec_of
 from shoal.collectives.codecs import native, with_torch
-from shoal.collectives.core import load_core
+from shoal.collectives.ctypes_core import load_core
 from shoal.errors import CollectiveError, PlanError
 from shoal.spec.plan import BLOCK, CHUNK, Compression
 

@@ -154,7 +154,7 @@ def test_what_was_sent_is_received_after_its_sender_has_left_and_exited(is_one_h
 def die_while_forming(tell: Connection, rank: int, size: int, store: str, dies: bool) -> None:
     if rank == 1:
         if dies:
-            from shoal.collectives.meeting_point import Assembly
+            from shoal.collectives.tcp_store import Assembly
 
             original = Assembly.tell
 

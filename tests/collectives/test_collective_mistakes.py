@@ -25,7 +25,7 @@ from mistaken_calls import (
 from torch.distributed.distributed_c10d import ReduceOp
 
 from shoal.collectives import Options
-from shoal.collectives.core import load_core
+from shoal.collectives.ctypes_core import load_core
 from shoal.errors import CollectiveError
 
 

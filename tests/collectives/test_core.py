@@ -16,8 +16,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.collectives.codes import DTYPE_NAMES, REDUCTION_NAMES
-from shoal.collectives.core import load_core
+from shoal.collectives.ctypes_core import load_core
+from shoal.collectives.enums import DTYPE_NAMES, REDUCTION_NAMES
 
 core = load_core()
 if core is None:

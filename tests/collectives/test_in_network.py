@@ -19,7 +19,7 @@ from collective_cases import run_cases
 from fault_ranks import HEARTBEAT, Ended, Ranks, failure_of, form
 
 from shoal.collectives import Aggregator, Options, is_built
-from shoal.collectives.meeting_point import AGGREGATOR_SECRET_FILE
+from shoal.collectives.tcp_store import AGGREGATOR_SECRET_FILE
 from shoal.errors import CollectiveError, ConfigError
 from shoal.testing import RankPool
 from shoal.testing.hosts import Hosts, enter_host, why_no_hosts

@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 from port_stand_ins import free_port
 
-from shoal.collectives.meeting_point import open_store
+from shoal.collectives.tcp_store import open_store
 
 LIMIT = timedelta(seconds=20)
 
@@ -48,7 +48,7 @@ def test_a_host_whose_own_name_is_loopback_there_alone_is_reachable_from_others(
         socket, "getaddrinfo", lambda host, *rest, **named: look_up("127.0.1.1", *rest, **named)
     )
     port = free_port()
-    monkeypatch.setattr("shoal.collectives.meeting_point.TCPStore", lambda *given, **named: named)
+    monkeypatch.setattr("shoal.collectives.tcp_store.TCPStore", lambda *given, **named: named)
     assert open_store(("node1", port), 0, 2, LIMIT, {}) == {"multi_tenant": True}  # torch's: every interface
 
 

@@ -22,7 +22,7 @@ from shoal.spec.plan import GRANULE
 
 PACKAGE = Path(shoal.__file__).parent
 
-OF_TORCH = {"models/expert_products.py", "train/micro_batch.py", "train/result.py"}
+OF_TORCH = {"models/grouped_matmul.py", "train/micro_batch.py", "train/result.py"}
 """Files that may use torch's own page-locked memory: small tensors that come and go in each step."""
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from port_stand_ins import free_port
 from torch.distributed.distributed_c10d import PrefixStore
 
-from shoal.collectives.meeting_point import SealedStore, open_store, read_secret
+from shoal.collectives.tcp_store import SealedStore, open_store, read_secret
 from shoal.errors import CommunicationError, ConfigError
 
 SECRET, OTHER = b"s" * 32, b"t" * 32

@@ -7,7 +7,7 @@ import pytest
 from random_plans import ORDERS, random_plan
 
 from shoal.errors import ShoalError
-from shoal.predict.planner.shared import Shared
+from shoal.predict.planner.search_cache import Shared
 from shoal.spec.cluster import Cluster, Part
 from shoal.spec.plan import ByFields, Plan, SettledPlan
 from shoal.spec.workload import ModelShape, workload_of

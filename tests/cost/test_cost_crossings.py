@@ -6,7 +6,7 @@ from dataclasses import replace
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shoal.predict.cost.collectives.crossings import Crossing, crossings, joined_by
+from shoal.predict.cost.collectives.link_use import Crossing, crossings, joined_by
 from shoal.spec.plan import Group
 
 

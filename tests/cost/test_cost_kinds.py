@@ -11,7 +11,7 @@ from shoal.predict.cost import Costs, Kinds, Layout, Memories
 from shoal.predict.simulate import played_parts, played_seconds, simulate, traffic_of
 from shoal.spec.cluster import Cluster, Device, Level, Part, every_device, peak_of_all
 from shoal.spec.plan import EQUAL, Mesh, Plan, SettledPlan
-from shoal.spec.plan.choices import AXES, axes_of
+from shoal.spec.plan.allowed_values import AXES, axes_of
 from shoal.spec.plan.stages import Cost, split_by_cost
 from shoal.spec.workload import ModelShape, workload_of
 

@@ -24,7 +24,7 @@ from machines import (
     two_levels,
 )
 
-from shoal.predict.cost.collectives.crossings import message_seconds
+from shoal.predict.cost.collectives.link_use import message_seconds
 from shoal.predict.cost.collectives.network import (
     algorithm_seconds,
     collective_load,

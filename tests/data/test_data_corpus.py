@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from shoal.data import Corpus, DataConfig, open_tokenizer, prepare
-from shoal.data.stream import in_validation
+from shoal.data.token_writer import in_validation
 from shoal.errors import ConfigError, DataError
 
 Configure = Callable[..., DataConfig]

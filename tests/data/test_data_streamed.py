@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from shoal.data import Corpus, DataConfig, Loader, StreamedSamples, open_tokenizer, order, prepare
 from shoal.data.chunk_store import ChunkStore, plan_chunks
 from shoal.data.sources import find_files
-from shoal.data.streamed import Layout, Mark, WindowOrder
+from shoal.data.stream_corpus import Layout, Mark, WindowOrder
 from shoal.errors import DataError
 
 Configure = Callable[..., DataConfig]

@@ -22,7 +22,7 @@ from labelled_stand_ins import texts, write_tokenizer, write_tsv
 from test_data_streamed import SUFFIXES, write_texts
 
 from shoal.data import Corpus, DataConfig, Loader, prepare
-from shoal.data.streamed import StreamedCorpus, length_aside, shares_aside
+from shoal.data.stream_corpus import StreamedCorpus, length_aside, shares_aside
 from shoal.errors import ConfigError, DataError
 
 Configure = Callable[..., DataConfig]

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.data.streamed import Turns
+from shoal.data.stream_corpus import Turns
 
 
 def naive_counts(weights: list[float], positions: int) -> list[int]:

@@ -8,7 +8,7 @@ import pytest
 
 import shoal
 from shoal.analyze.diagnosis import Bottleneck, Cause, Pattern, Policy, verdict
-from shoal.analyze.diagnosis.own_work import PHASES, autocorrelation, best_period, errors_from_zero
+from shoal.analyze.diagnosis.compute_time import PHASES, autocorrelation, best_period, errors_from_zero
 from shoal.predict.simulate import mark_bubbles
 from shoal.spec.timeline import Kind, Lane, Span, Timeline
 from shoal.testing.delays import Delay, Jitter, Layout, delayed_timeline

@@ -14,8 +14,8 @@ import torch
 import shoal.collectives
 from shoal.cli.commands import add_command
 from shoal.collectives import Options
-from shoal.collectives.codes import COLLECTIVE_NUMBERS
-from shoal.collectives.core import Call
+from shoal.collectives.ctypes_core import Call
+from shoal.collectives.enums import COLLECTIVE_NUMBERS
 from shoal.collectives.operation import describe_call, first_difference
 from shoal.predict.cost import ALGORITHMS, LEVELS
 
@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 from drawn.collectives import pictures  # noqa: E402
 
-from shoal.predict.cost.collectives.played import (  # noqa: E402
+from shoal.predict.cost.collectives.reference_execution import (  # noqa: E402
     PLAYED,
     chain,
     hierarchical,

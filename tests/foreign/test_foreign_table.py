@@ -5,7 +5,7 @@ import csv
 import pytest
 
 from shoal.analyze.diagnosis import Cause, verdict
-from shoal.analyze.diagnosis.own_work import PHASES
+from shoal.analyze.diagnosis.compute_time import PHASES
 from shoal.analyze.foreign import is_foreign, read_foreign, table
 from shoal.analyze.replay import what_if
 from shoal.cli.main import main

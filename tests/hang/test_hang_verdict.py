@@ -30,7 +30,7 @@ from shoal.analyze.hang import (
     judge,
     read_states,
 )
-from shoal.analyze.hang.ledger import SLOTS, Pages
+from shoal.analyze.hang.call_log import SLOTS, Pages
 from shoal.analyze.hang.process import Process, place_of
 from shoal.analyze.hang.verdict import ranks_text
 from shoal.cli.main import main

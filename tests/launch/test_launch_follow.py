@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from shoal.channel import Channel
-from shoal.launch.hosts.follow import Following
+from shoal.launch.hosts.follower import Following
 from shoal.launch.local.local_ranks import LocalRanks
 
 RANK = """

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import HashStore
 
+from shoal.launch.elastic.elastic_launcher import LostGroup
+from shoal.launch.elastic.elastic_rank import Membership
 from shoal.launch.elastic.host import Host
 from shoal.launch.elastic.linked_hosts import LinkedHosts
-from shoal.launch.elastic.members import LostGroup
-from shoal.launch.elastic.membership import Membership
 from shoal.launch.elastic.roster import Generation, Roster
 from shoal.launch.local.outcome import Causes
 

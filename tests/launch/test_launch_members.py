@@ -8,11 +8,11 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from shoal.errors import WorkerError
-from shoal.launch.elastic.members import Members
-from shoal.launch.elastic.membership import Membership
+from shoal.launch.elastic.elastic_launcher import Members
+from shoal.launch.elastic.elastic_rank import Membership
 from shoal.launch.local import EXIT_AGAIN, Outcome
 from shoal.launch.local.outcome import Causes
-from shoal.launch.local.stopping import StopRequest
+from shoal.launch.local.signals import StopRequest
 from shoal.launch.submit import EXIT_STOPPED
 
 KILL, TERM = -signal.SIGKILL, -signal.SIGTERM
@@ -78,7 +78,7 @@ def test_a_rank_that_is_starting_ends_by_the_signal_and_the_others_save(tmp_path
 def test_a_rank_that_is_starting_and_missed_the_signal_is_not_waited_for(tmp_path):
     lines = [{1: KILL}, {}, signal.SIGTERM, {0: EXIT_STOPPED, 2: EXIT_STOPPED}]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shoal.launch.elastic.members.listen_for", lambda *each: None)
+        patch.setattr("shoal.launch.elastic.elastic_launcher.listen_for", lambda *each: None)
         assert run(tmp_path, lines)[0] == EXIT_STOPPED
 
 
@@ -149,12 +149,12 @@ def test_a_rank_that_had_made_no_step_does_not_stand_for_those_that_did_not_save
 
 
 def test_a_rank_that_copies_the_last_checkpoint_after_all_steps_is_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal.launch.elastic.members.listen_for", lambda *each: None)
+    monkeypatch.setattr("shoal.launch.elastic.elastic_launcher.listen_for", lambda *each: None)
     code, processes = run(tmp_path, [{1: 0}, {2: 0}, {}, {}, {0: 0}])
     assert (code, processes.running()) == (0, [])
 
 
 def test_a_rank_that_is_starting_when_all_steps_are_made_is_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr("shoal.launch.elastic.members.listen_for", lambda *each: None)
+    monkeypatch.setattr("shoal.launch.elastic.elastic_launcher.listen_for", lambda *each: None)
     code, processes = run(tmp_path, [{1: KILL}, {}, {0: 0}, {2: 0}])
     assert (code, processes.running()) == (0, [1])

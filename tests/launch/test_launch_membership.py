@@ -10,8 +10,8 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from shoal.errors import CommunicationError
-from shoal.launch.elastic import membership as module
-from shoal.launch.elastic.membership import Membership
+from shoal.launch.elastic import elastic_rank as module
+from shoal.launch.elastic.elastic_rank import Membership
 from shoal.launch.elastic.roster import Roster
 
 

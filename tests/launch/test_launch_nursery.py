@@ -12,8 +12,8 @@ import sys
 import pytest
 
 from shoal.errors import CommunicationError, ConfigError
+from shoal.launch.local.fork_server import Nursery, connected
 from shoal.launch.local.local_ranks import LocalRanks
-from shoal.launch.local.nursery import Nursery, connected
 
 TELL = """
 import hashlib, os
@@ -23,7 +23,7 @@ print(sum(map(len, values)), hashlib.sha256(os.fsencode("".join(values))).hexdig
 
 FORK = """
 import os, sys
-from shoal.launch.local.nursery import open_nursery
+from shoal.launch.local.fork_server import open_nursery
 with open_nursery("json") as nursery:
     big = {f"BIG_{number}": os.fsdecode(b"\\xff\\n") + "x" * int(sys.argv[1]) for number in range(4)}
     rank = nursery.start("tell", [], {**os.environ, **big}, (1, 2), sys.argv[2])

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from shoal.launch.local.stopping import SAME, StopRequest
+from shoal.launch.local.signals import SAME, StopRequest
 
 TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 
@@ -35,7 +35,7 @@ class Processes:
 )
 def test_a_second_ctrl_c_means_now(monkeypatch, first, pause, second, is_now):
     clock = [100.0]
-    monkeypatch.setattr("shoal.launch.local.stopping.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr("shoal.launch.local.signals.time.monotonic", lambda: clock[0])
     signals, processes = [], Processes()
     stop = StopRequest(signals)
     for number in (first, second):
@@ -49,7 +49,7 @@ def test_a_second_ctrl_c_means_now(monkeypatch, first, pause, second, is_now):
 def test_ctrl_z_stops_all_until_they_continue_and_tells_how_long_that_may_be(monkeypatch, capsys):
     processes = Processes()
     stopped = []
-    monkeypatch.setattr("shoal.launch.local.stopping.os.kill", lambda process, number: stopped.append(number))
+    monkeypatch.setattr("shoal.launch.local.signals.os.kill", lambda process, number: stopped.append(number))
     stop = StopRequest([signal.SIGTSTP])
     stop.pass_on(processes)
     assert (processes.sent, stopped) == ([signal.SIGSTOP, signal.SIGCONT], [signal.SIGSTOP])

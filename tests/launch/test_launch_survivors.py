@@ -9,7 +9,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from shoal.launch.elastic.elastic import member_environments
-from shoal.launch.elastic.membership import Membership
+from shoal.launch.elastic.elastic_rank import Membership
 from shoal.launch.elastic.roster import Roster, Survivors
 from shoal.launch.local import EXIT_AGAIN
 

@@ -208,7 +208,7 @@ def test_a_rank_that_cannot_save_within_the_grace_says_so_and_ends():
 
 LAUNCHED = """
 import os, sys, time
-from shoal.launch.local.kernel import die_with
+from shoal.launch.local.prctl import die_with
 die_with(int(sys.argv[1]))
 print(os.getpid(), flush=True)
 time.sleep(120)

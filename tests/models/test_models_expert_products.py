@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from operator_stand_ins import Waits
 from torch import Tensor
 
-from shoal.models import Mixture, TransformerConfig, expert_products
-from shoal.models.expert_products import (
+from shoal.models import Mixture, TransformerConfig, grouped_matmul
+from shoal.models.grouped_matmul import (
     GroupedProducts,
     LoopedProducts,
     NoProducts,
@@ -73,7 +73,7 @@ def test_an_expert_without_rows_has_no_gradient_where_the_kernel_leaves_its_sum_
         return result
 
     monkeypatch.setattr(F, "grouped_mm", leaves_garbage)
-    monkeypatch.setattr(expert_products, "_skips_empty_sums", lambda device: True)
+    monkeypatch.setattr(grouped_matmul, "_skips_empty_sums", lambda device: True)
     with torch.no_grad(), Waits() as waits:
         found = GroupedProducts(counts).weight_gradient(gradients[0], rows)
     assert waits.names == []
@@ -85,18 +85,18 @@ def test_an_expert_without_rows_has_no_gradient_where_the_kernel_leaves_its_sum_
 @pytest.mark.parametrize(("major", "skips"), [(9, False), (10, True), (12, True)])
 def test_blackwell_and_later_devices_skip_empty_sums(monkeypatch, major, skips):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
-    assert expert_products._skips_empty_sums(torch.device("cuda")) == skips
-    assert not expert_products._skips_empty_sums(torch.device("cpu"))
+    assert grouped_matmul._skips_empty_sums(torch.device("cuda")) == skips
+    assert not grouped_matmul._skips_empty_sums(torch.device("cpu"))
 
 
 @pytest.mark.parametrize("can_group", [True, False])
 def test_without_any_rows_no_kernel_runs_and_all_gradients_are_zeros(monkeypatch, can_group):
-    monkeypatch.setattr(expert_products, "_can_group", lambda rows, weight: can_group)
+    monkeypatch.setattr(grouped_matmul, "_can_group", lambda rows, weight: can_group)
     monkeypatch.setattr(F, "grouped_mm", None)
     rows = torch.empty(0, 8, requires_grad=True)
     weights = [torch.ones(4, 24, 8, requires_grad=True), torch.ones(4, 16, 8, requires_grad=True)]
     runs = Runs(torch.zeros(4, dtype=torch.int64))
-    assert isinstance(expert_products.expert_products(rows, runs, weights), NoProducts)
+    assert isinstance(grouped_matmul.expert_products(rows, runs, weights), NoProducts)
     with Waits() as waits:
         results = multiply_by_experts(rows, runs, weights)
         sum(result.sum() for result in results).backward()

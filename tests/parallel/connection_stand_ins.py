@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.collectives import Options, ProcessGroup
-from shoal.collectives.core import load_core
+from shoal.collectives.ctypes_core import load_core
 from shoal.collectives.native import NativeGroup
 from shoal.collectives.operation import Operation
 from shoal.errors import CommunicationError

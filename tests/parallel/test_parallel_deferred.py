@@ -14,7 +14,7 @@ from shoal.errors import TrainingError
 from shoal.models import Transformer, TransformerConfig, next_token_loss
 from shoal.parallel import parallelize
 from shoal.parallel.compiled import compile_blocks
-from shoal.parallel.pipeline.deferred import Deferral, deferred_linear, put_off_products, split_backward
+from shoal.parallel.pipeline.split_backward import Deferral, deferred_linear, put_off_products, split_backward
 
 SHAPE = {"vocab_size": 61, "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "seq": 12}
 EXPERTS = {"experts": 4, "experts_per_token": 2}

@@ -7,11 +7,16 @@ import torch
 import torch.distributed as dist
 from parallel_stand_ins import assembled
 
-from shoal.models import Mixture, Transformer, TransformerConfig, expert_products, next_token_loss
-from shoal.models.expert_products import Runs
+from shoal.models import Mixture, Transformer, TransformerConfig, grouped_matmul, next_token_loss
+from shoal.models.grouped_matmul import Runs
 from shoal.parallel import parallelize
 from shoal.parallel.compiled import compile_blocks
-from shoal.parallel.pipeline.deferred import Deferral, deferred_experts, put_off_products, split_backward
+from shoal.parallel.pipeline.split_backward import (
+    Deferral,
+    deferred_experts,
+    put_off_products,
+    split_backward,
+)
 from shoal.spec.plan import Plan
 
 SHAPE = TransformerConfig(
@@ -83,7 +88,7 @@ def assert_same_bits(found, expected):
 def test_the_halves_give_bit_for_bit_what_a_whole_backward_gives(
     monkeypatch, grouped, dtype, policy, lopsided
 ):
-    monkeypatch.setattr(expert_products, "_can_group", lambda rows, weight: grouped)
+    monkeypatch.setattr(grouped_matmul, "_can_group", lambda rows, weight: grouped)
     expected, _ = backward(False, dtype, policy, lopsided=lopsided)
     found, early = backward(True, dtype, policy, lopsided=lopsided)
     assert not early

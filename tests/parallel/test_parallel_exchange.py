@@ -11,7 +11,7 @@ from torch import nn
 
 from shoal.collectives.values import broadcast_value
 from shoal.parallel import LocalUpdates, Outer, outer_settings, parallelize
-from shoal.parallel.exchange.merges import Rounds
+from shoal.parallel.exchange.merge_schedule import Rounds
 from shoal.spec.plan import Plan
 
 WORKERS, STEPS, RATE = 4, 5, 0.1

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.parallel.owned import ALIGNMENT, BucketLayout, fill_buckets, memory_order
+from shoal.parallel.local_shards import ALIGNMENT, BucketLayout, fill_buckets, memory_order
 
 shapes = st.lists(st.lists(st.integers(0, 9), max_size=3).map(tuple), min_size=1, max_size=8)
 cuts = st.tuples(shapes, st.integers(1, 7)).filter(lambda each: each[1] == 1 or all(each[0]))

@@ -22,9 +22,9 @@ from offload_stand_ins import (
 
 from shoal.errors import LayoutError, PlanError
 from shoal.parallel import OffloadedOptimizer, parallelize
+from shoal.parallel.local_shards import ALIGNMENT
 from shoal.parallel.offload.offloaded_optimizer import packs_of
 from shoal.parallel.offload.storage import StateFile, Storage, aligned_buffer
-from shoal.parallel.owned import ALIGNMENT
 from shoal.record import SpanRecorder
 from shoal.spec.plan import GRANULE, Plan, Tiers
 from shoal.spec.timeline import Kind, Timeline

@@ -10,7 +10,7 @@ from shoal.errors import PlanError
 from shoal.models import next_token_loss
 from shoal.parallel import Axis, parallelize
 from shoal.parallel.compiled import compile_blocks
-from shoal.parallel.tensor.products import column_products, row_product
+from shoal.parallel.tensor.parallel_linear import column_products, row_product
 from shoal.record import NullRecorder
 from shoal.spec.plan import Plan
 

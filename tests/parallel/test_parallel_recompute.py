@@ -15,7 +15,7 @@ from shoal.models import Transformer, TransformerConfig
 from shoal.parallel.compiled import compile_blocks
 from shoal.parallel.plain_state import StatesBefore
 from shoal.spec.plan import Plan, block_choices
-from shoal.spec.plan.choices import Recompute
+from shoal.spec.plan.allowed_values import Recompute
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from torch import nn
 
 from shoal.errors import PlanError
 from shoal.models import Transformer, TransformerConfig, next_token_loss, preset
-from shoal.parallel import Batch, apply, local_part, parallelize, place
+from shoal.parallel import Batch, apply, device, local_part, parallelize
 from shoal.parallel.pipeline.pieces import Room, computed_costs, cut_pieces, with_memory
 from shoal.parallel.pipeline.stage_layout import stages_of
 from shoal.predict.cost.time import workload_on
@@ -200,24 +200,24 @@ def test_ranks_are_laid_out_as_simulated_on_cores_where_nothing_names_the_machin
 
 def test_a_host_s_memory_is_shared_by_its_ranks_and_the_model_s_own_comes_to_it(monkeypatch, tmp_path):
     (tmp_path / "meminfo").write_text("MemTotal: 99 kB\nMemAvailable:  4096 kB\n")
-    monkeypatch.setattr(place, "_FACTS", tmp_path / "meminfo")
-    monkeypatch.setattr(place, "_CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(device, "_FACTS", tmp_path / "meminfo")
+    monkeypatch.setattr(device, "_CONTROL_GROUP", tmp_path)
     cpu = torch.device("cpu")
-    assert place.memory_of_a_rank(nn.Linear(4, 4, device="meta"), cpu) == 4096 * KIB
-    assert place.memory_of_a_rank(nn.Linear(4, 4), cpu) == 4096 * KIB + 4 * (16 + 4)
+    assert device.memory_of_a_rank(nn.Linear(4, 4, device="meta"), cpu) == 4096 * KIB
+    assert device.memory_of_a_rank(nn.Linear(4, 4), cpu) == 4096 * KIB + 4 * (16 + 4)
     for name, value in (("max", 1000 * KIB), ("current", 600 * KIB), ("stat", f"inactive_file {50 * KIB}")):
         (tmp_path / f"memory.{name}").write_text(f"{value}\n")
-    assert place.memory_of_a_rank(nn.Linear(4, 4, device="meta"), cpu) == 450 * KIB
+    assert device.memory_of_a_rank(nn.Linear(4, 4, device="meta"), cpu) == 450 * KIB
     (tmp_path / "memory.max").write_text("max\n")
-    assert place.memory_of_a_rank(nn.Linear(4, 4, device="meta"), cpu) == 4096 * KIB
+    assert device.memory_of_a_rank(nn.Linear(4, 4, device="meta"), cpu) == 4096 * KIB
     (tmp_path / "meminfo").unlink()
-    assert place.memory_of_a_rank(nn.Linear(4, 4), cpu) is None
+    assert device.memory_of_a_rank(nn.Linear(4, 4), cpu) is None
 
 
 def test_of_a_gpu_a_margin_is_left(monkeypatch):
     gpu = SimpleNamespace(uuid="GPU-1", total_memory=80 << 30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    limit = place.memory_of_a_rank(nn.Linear(4, 4, device="meta"), torch.device("cuda"))
+    limit = device.memory_of_a_rank(nn.Linear(4, 4, device="meta"), torch.device("cuda"))
     assert limit == pytest.approx(72 << 30)
 
 
@@ -225,7 +225,7 @@ def memory_on_one_gpu():
     with pytest.MonkeyPatch.context() as patch:
         gpu = SimpleNamespace(uuid="GPU-1", total_memory=80 << 30)
         patch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-        return place.memory_of_a_rank(nn.Linear(4, 4, device="meta"), torch.device("cuda"))
+        return device.memory_of_a_rank(nn.Linear(4, 4, device="meta"), torch.device("cuda"))
 
 
 def test_ranks_that_share_a_gpu_leave_room_for_each_other_s_contexts(ranks):
@@ -235,8 +235,8 @@ def test_ranks_that_share_a_gpu_leave_room_for_each_other_s_contexts(ranks):
 
 def memory_with(free):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(place, "available_memory", lambda: free * (1 + torch.distributed.get_rank()))
-        return place.memory_of_a_rank(nn.Linear(4, 4, device="meta"), torch.device("cpu"))
+        patch.setattr(device, "available_memory", lambda: free * (1 + torch.distributed.get_rank()))
+        return device.memory_of_a_rank(nn.Linear(4, 4, device="meta"), torch.device("cpu"))
 
 
 def test_ranks_agree_on_the_least(ranks):

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.errors import PlanError
 from shoal.spec.plan import Plan
-from shoal.spec.plan.legal import VARIED, legal_plans
+from shoal.spec.plan.enumerate import VARIED, legal_plans
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 6, 8])

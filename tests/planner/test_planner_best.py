@@ -8,7 +8,7 @@ from random_plans import random_plan
 
 from shoal.predict.cost.time import workload_on
 from shoal.predict.planner import choose
-from shoal.predict.planner.polish import neighbours
+from shoal.predict.planner.refine import neighbours
 from shoal.spec.cluster import Cluster
 from shoal.spec.workload import shape
 

@@ -9,7 +9,7 @@ from shoal.predict.cost import Costs
 from shoal.predict.cost.collectives import algorithm_seconds
 from shoal.predict.cost.time import workload_on
 from shoal.predict.planner import Search, choose
-from shoal.predict.planner.polish import SIMPLER
+from shoal.predict.planner.refine import SIMPLER
 from shoal.predict.planner.search import SLACK
 from shoal.predict.simulate import played_seconds, simulate
 from shoal.spec.cluster import Cluster, Device, Level

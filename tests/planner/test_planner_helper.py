@@ -10,7 +10,7 @@ from test_planner_search import EXPERTS, SHAPE, UNLIKE, cluster
 
 import shoal.predict.planner.search as planner_search
 from shoal.predict.planner import Search, choose
-from shoal.predict.planner.helper import can_help, running
+from shoal.predict.planner.helper_process import can_help, running
 from shoal.spec.cluster import Cluster
 from shoal.spec.workload import shape, workload_of
 
@@ -86,7 +86,7 @@ def test_no_process_is_forked_beside_threads_or_without_a_free_core_or_for_a_sma
     def can(degrees=1000, cores=2, threads=1, busy=1):
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
         monkeypatch.setattr("threading.active_count", lambda: threads)
-        monkeypatch.setattr("shoal.predict.planner.helper.running", lambda: busy)
+        monkeypatch.setattr("shoal.predict.planner.helper_process.running", lambda: busy)
         return can_help(degrees)
 
     monkeypatch.setattr("sys.platform", "linux")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from random_plans import random_cluster
 
 from shoal.predict.planner import Search, choose
-from shoal.predict.planner.polish import LEAST_GAIN, SIMPLER
+from shoal.predict.planner.refine import LEAST_GAIN, SIMPLER
 from shoal.predict.planner.search import SLACK
 from shoal.spec.workload import ModelShape, workload_of
 

@@ -11,7 +11,7 @@ from shoal.predict.cost.memory.memory import Memories
 from shoal.predict.cost.time.step import Costs
 from shoal.predict.planner import choose
 from shoal.predict.planner.offloaded import quicker_outside
-from shoal.predict.planner.polish import LEAST_GAIN
+from shoal.predict.planner.refine import LEAST_GAIN
 from shoal.predict.planner.search import SLACK, Search
 from shoal.predict.planner.tree import Tree
 from shoal.predict.simulate import played_seconds, simulate

@@ -12,7 +12,7 @@ from shoal.predict.cost import Costs, Memories
 from shoal.predict.planner import choose
 from shoal.predict.planner.memory_bound import LeastMemory
 from shoal.predict.planner.search import LOOSE, SLACK, Search
-from shoal.predict.planner.shared import Shared, balanced_split
+from shoal.predict.planner.search_cache import Shared, balanced_split
 from shoal.predict.planner.space import SIZES, Space
 from shoal.predict.planner.tree import Tree
 from shoal.predict.simulate import played_seconds

@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.predict.planner import Search, choose
-from shoal.predict.planner.polish import (
+from shoal.predict.planner.refine import (
     LEAST_GAIN,
     MOST_SEARCHED,
     SIMPLER,

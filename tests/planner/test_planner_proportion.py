@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shoal.predict.planner import choose
-from shoal.predict.planner.polish import LEAST_GAIN, polished
+from shoal.predict.planner.heterogeneous import in_proportion, with_shares
+from shoal.predict.planner.refine import LEAST_GAIN, polished
 from shoal.predict.planner.search import SLACK, Search
-from shoal.predict.planner.unequal import in_proportion, with_shares
 from shoal.spec.cluster import Cluster, Device, Level, Part, every_device
 from shoal.spec.workload import ModelShape, workload_of
 

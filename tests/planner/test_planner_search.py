@@ -13,7 +13,7 @@ from shoal.predict.cost.memory.memory import Memories
 from shoal.predict.cost.time.step import Costs
 from shoal.predict.planner.memory_bound import LeastMemory
 from shoal.predict.planner.search import LOOSE, SLACK, Search
-from shoal.predict.planner.shared import Shared, balanced_split
+from shoal.predict.planner.search_cache import Shared, balanced_split
 from shoal.predict.planner.space import SIZES, Degrees, Space
 from shoal.predict.planner.tree import Tree
 from shoal.predict.simulate import played_seconds

@@ -5,7 +5,7 @@ from statistics import fmean
 import pytest
 
 from shoal.analyze.diagnosis import Cause
-from shoal.analyze.diagnosis.own_work import PHASES
+from shoal.analyze.diagnosis.compute_time import PHASES
 from shoal.analyze.replay import (
     Arrive,
     Await,

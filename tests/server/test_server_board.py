@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.parallel.exchange.server.board import Board
-from shoal.parallel.exchange.server.terms import Terms
+from shoal.parallel.exchange.server.coordinator import Board
+from shoal.parallel.exchange.server.protocol import Terms
 
 
 def arrive_together(board, workers, clock, weight=1.0):
@@ -183,7 +183,7 @@ def test_a_worker_is_told_the_mean_loss_of_what_came_since_its_last_answer(stale
     assert board.arrive(0, 3, 0.0, math.nan).loss == 9.0  # one that left its step out is not counted
 
 
-@mock.patch("shoal.parallel.exchange.server.board._LEAST", 2)
+@mock.patch("shoal.parallel.exchange.server.coordinator._LEAST", 2)
 @settings(max_examples=60)
 @given(
     seed=st.integers(0, 10**6),

@@ -9,9 +9,9 @@ from reference_codecs import sent
 from server_stand_ins import loss_of, make_model, train
 
 from shoal.parallel import Outer, parallelize
+from shoal.parallel.exchange.compressed_sums import seed_of
 from shoal.parallel.exchange.server import Servers, Terms
 from shoal.parallel.exchange.server.client import ask
-from shoal.parallel.exchange.sums import seed_of
 from shoal.spec.plan import Compression, Plan
 
 KINDS = ["int8", "int4", "fp8", "sign", "topk:8", "topk:8:2bit", "random:4", "threshold:1"]

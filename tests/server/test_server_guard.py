@@ -10,7 +10,7 @@ from torch import nn
 from turns import Turns
 
 from shoal.parallel.exchange.server import Mode, Terms
-from shoal.parallel.exchange.server.board import Guard
+from shoal.parallel.exchange.server.coordinator import Guard
 from shoal.parallel.exchange.stability import most_stable_step
 
 WORKERS, CURVATURE = 4, torch.tensor([4.0, 1.0, 0.5, 2.0]).repeat(512)

@@ -11,7 +11,7 @@ from server_stand_ins import adamw, loss_of, make_model
 from shoal.checkpoint import SingleProcess
 from shoal.errors import TrainingError
 from shoal.parallel import parallelize
-from shoal.parallel.exchange.merges import Outer
+from shoal.parallel.exchange.merge_schedule import Outer
 from shoal.parallel.exchange.served import ServedUpdates
 from shoal.parallel.exchange.server import Server, Servers, Terms
 from shoal.spec.plan import Plan

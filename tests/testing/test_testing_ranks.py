@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.errors import PlanError, WorkerError
-from shoal.launch.local import has_accelerators, nursery
+from shoal.launch.local import fork_server, has_accelerators
 from shoal.testing import RankPool, run_ranks
 
 
@@ -117,7 +117,7 @@ def my_parent():
 
 def test_ranks_are_not_forked_where_there_are_accelerators(monkeypatch, tmp_path):
     """A fork server that imports a module which asks for a GPU leaves ranks that cannot use it."""
-    monkeypatch.setattr(nursery, "_DEVICES", (str(tmp_path),))
+    monkeypatch.setattr(fork_server, "_DEVICES", (str(tmp_path),))
     assert has_accelerators()
     with RankPool() as pool:
         assert pool.run(my_parent, 2) == [os.getpid()] * 2

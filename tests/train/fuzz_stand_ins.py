@@ -16,7 +16,7 @@ from fuzz_reference import CLIP, DECAY, FINAL, OPTIMIZERS, SEED, WARMUP
 from torch import Tensor
 
 from shoal.parallel import LocalUpdates
-from shoal.parallel.exchange.merges import fragments_of
+from shoal.parallel.exchange.merge_schedule import fragments_of
 from shoal.parallel.exchange.server import Server, Servers
 from shoal.spec.plan import Plan
 from shoal.testing import RankPool

@@ -19,8 +19,8 @@ from shoal.spec.cluster import Cluster, Host
 from shoal.spec.plan import SettledPlan
 from shoal.spec.run import Run
 from shoal.spec.workload import shape
-from shoal.train import TrainConfig, automatic, choose_ranks, resolve
-from shoal.train.automatic import PROCESS_BYTES, within_memory
+from shoal.train import TrainConfig, auto_plan, choose_ranks, resolve
+from shoal.train.auto_plan import PROCESS_BYTES, within_memory
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -57,12 +57,12 @@ def test_the_plan_keeps_within_the_memory_that_it_may_take():
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_automatic_memory_is_what_is_free_divided_among_the_ranks(monkeypatch, ranks):
     free = 8 << 30
-    monkeypatch.setattr(automatic, "available_memory", lambda: free)
+    monkeypatch.setattr(auto_plan, "available_memory", lambda: free)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     config = TrainConfig(plan="auto", memory="auto", device="cpu")
     cluster = within_memory(config, Cluster.preset("laptop", ranks), ranks)
     assert cluster.device.memory == free / ranks - PROCESS_BYTES
-    monkeypatch.setattr(automatic, "available_memory", lambda: None)
+    monkeypatch.setattr(auto_plan, "available_memory", lambda: None)
     with pytest.raises(ConfigError, match="does not say how much"):
         within_memory(config, Cluster.preset("laptop", ranks), ranks)
 
@@ -86,7 +86,7 @@ def test_automatic_memory_of_gpus_has_room_for_the_context_of_each_rank(
 ):
     free, context = [70 * GIB, 60 * GIB], GIB // 2
     asked = GPUS.format(folder=str(tmp_path), free=free, context=context)
-    monkeypatch.setattr(automatic, "_FREE_ON_GPUS", asked)
+    monkeypatch.setattr(auto_plan, "_FREE_ON_GPUS", asked)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     cluster = dataclasses.replace(Cluster.preset("dgx-h100", ranks), reserved=float(reserved))
     found = within_memory(TrainConfig(plan="auto", memory="auto"), cluster, ranks).device.memory
@@ -165,25 +165,25 @@ def test_the_work_of_a_model_of_the_users_own_is_traced(ranks, cluster):
 def gpu(monkeypatch):
     """A GPU on which this process has no context, and whose kernels are the CPU's."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(automatic, "_GPU", "cpu")
+    monkeypatch.setattr(auto_plan, "_GPU", "cpu")
 
 
 def test_for_a_gpu_another_process_traces_a_model_of_the_users_own(monkeypatch, gpu):
     with monkeypatch.context() as in_rank:
-        in_rank.setattr(automatic, "_has_context", lambda: True)
+        in_rank.setattr(auto_plan, "_has_context", lambda: True)
         here = own(2, cluster="dgx-h100")[1]
-    monkeypatch.setattr(automatic, "trace", lambda *_, **__: pytest.fail("it was traced here"))
+    monkeypatch.setattr(auto_plan, "trace", lambda *_, **__: pytest.fail("it was traced here"))
     assert own(2, cluster="dgx-h100")[1] == here
     with pytest.raises(ConfigError, match="could not be traced: tracing Chain raised"):
         own(2, cluster="dgx-h100", model_options={"branches": True})
-    monkeypatch.setattr(automatic, "_GPU", "no device")
+    monkeypatch.setattr(auto_plan, "_GPU", "no device")
     with pytest.raises(ConfigError, match="could not be traced: the process that traced it ended with 1"):
         own(2, cluster="dgx-h100")
 
 
 def test_a_rank_with_a_context_on_its_gpu_traces_there(monkeypatch, gpu):
-    monkeypatch.setattr(automatic, "_has_context", lambda: True)
-    monkeypatch.setattr(automatic, "_traced_apart", lambda *_: pytest.fail("it was traced elsewhere"))
+    monkeypatch.setattr(auto_plan, "_has_context", lambda: True)
+    monkeypatch.setattr(auto_plan, "_traced_apart", lambda *_: pytest.fail("it was traced elsewhere"))
     own(2, cluster="dgx-h100")
 
 
@@ -246,7 +246,7 @@ def test_plans_that_cannot_be_trained_are_passed_over_with_the_reason(monkeypatc
             raise PlanError("its blocks do not split", possible="another", change="take another")
         require_layout(model, plan, sequence)
 
-    monkeypatch.setattr(automatic, "require_layout", refuse_the_best)
+    monkeypatch.setattr(auto_plan, "require_layout", refuse_the_best)
     found = resolve(config, 2)
     assert found.plan != wanted.plan
     assert [(each.plan, each.reason) for each in found.passed_over] == [
@@ -258,7 +258,7 @@ def test_where_none_of_those_looked_at_can_be_trained_all_ranks_are_data_paralle
     def refuse(model, plan, sequence):
         raise PlanError("no", possible="none", change="none")
 
-    monkeypatch.setattr(automatic, "require_layout", refuse)
+    monkeypatch.setattr(auto_plan, "require_layout", refuse)
     found = resolve(TrainConfig(model="tiny", plan="auto", batch=8, device="cpu"), 2)
     assert found.plan.dp == 2
     assert len(found.passed_over) > 1

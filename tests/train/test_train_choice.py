@@ -4,7 +4,7 @@ import pytest
 
 from shoal.predict.planner import DENSE, CodecMeasure, Conditions
 from shoal.spec.plan import Plan
-from shoal.train.choice import REVIEW, Choices
+from shoal.train.exchange_choice import REVIEW, Choices
 from shoal.train.measured_exchange import Link
 
 LOCAL = "exchange=local,every=20"

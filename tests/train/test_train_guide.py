@@ -9,12 +9,13 @@ from train_stand_ins import make_trainer, weights
 
 from shoal.parallel import LocalUpdates
 from shoal.parallel.communication import Axis
-from shoal.parallel.exchange import guided_updates
+from shoal.parallel.exchange import switchable_exchange
 from shoal.predict.planner import DENSE
 from shoal.spec.plan import Plan
-from shoal.train import Callbacks, HeldOut, OptimizerConfig, Runtime, guide, measured_exchange, stepping
-from shoal.train.choice import Compared, HeldOutValues, Stray, Watch, compared
-from shoal.train.passes import Passes
+from shoal.train import Callbacks, HeldOut, OptimizerConfig, Runtime, exchange_tuner, measured_exchange
+from shoal.train import step as step_module
+from shoal.train.exchange_choice import Compared, HeldOutValues, Stray, Watch, compared
+from shoal.train.forward_backward import Passes
 
 SLOW = 1e-6  # seconds of each byte that a rank sends
 COMPUTE = 0.01  # seconds of the forwards and backwards of a step
@@ -36,7 +37,7 @@ class Clock:
             self.now += SLOW * nbytes * (axis.size - 1) / axis.size
 
     def __enter__(self):
-        for module in (stepping, guided_updates, measured_exchange):
+        for module in (step_module, switchable_exchange, measured_exchange):
             self.set(module, "time", self)
         run, reduce, gather, exchange = Passes.run, Axis.all_reduce, Axis.all_gather, Axis.all_to_all
 
@@ -98,12 +99,12 @@ def guided(
 
 def trials_that_fail(workers):
     """Weights of dense steps, and of auto on slow links where no trial passes."""
-    before, guide.compared = guide.compared, lambda *_: Compared(1.0, "it was to fail")
+    before, exchange_tuner.compared = exchange_tuner.compared, lambda *_: Compared(1.0, "it was to fail")
     try:
         dense = guided(workers, 45, dropout=0.1)[1]
         decisions, values, _ = guided(f"{workers},exchange=auto,every=4", 45, network=Clock(), dropout=0.1)
     finally:
-        guide.compared = before
+        exchange_tuner.compared = before
     return dense, values, [each.reason for each in decisions]
 
 

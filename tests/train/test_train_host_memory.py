@@ -14,7 +14,7 @@ from shoal.checkpoint import Piece, Saver, StoreCoordinator, checkpoints, load_v
 from shoal.errors import CheckpointError, CorruptCheckpointError
 from shoal.launch.hosts.gate import Gate
 from shoal.launch.hosts.memory_files import files_service
-from shoal.train.host_memory import HostMemory
+from shoal.train.peer_checkpoints import HostMemory
 
 HOSTS, RANKS, ELEMENTS = 3, 2, 600
 VALUES = torch.arange(float(ELEMENTS))

@@ -163,8 +163,8 @@ def test_without_the_host_that_leads_the_run_ends_with_the_cause(programs, tmp_p
 
 OLDER = """
 import sys
-import shoal.launch.hosts.follow
-sys.modules["shoal.launch.hosts.follow"].release = lambda: "0.0.9"
+import shoal.launch.hosts.follower
+sys.modules["shoal.launch.hosts.follower"].release = lambda: "0.0.9"
 from shoal.cli.main import main
 sys.exit(main())
 """

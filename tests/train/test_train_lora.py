@@ -13,9 +13,9 @@ from shoal.errors import ModelError
 from shoal.models import is_adapter, next_token_loss, plain_name
 from shoal.spec.run import Run
 from shoal.train import load_model
+from shoal.train.absolute_paths import build_model
 from shoal.train.config import load_config
 from shoal.train.export import export
-from shoal.train.located import build_model
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

@@ -10,7 +10,7 @@ import torch
 
 from shoal.record import Marks, SpanRecorder
 from shoal.spec.timeline import Kind
-from shoal.train.execution import Profiling
+from shoal.train.rank_job import Profiling
 from shoal.units import parse_steps
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from shoal.models import Transformer, TransformerConfig
 from shoal.parallel import parallelize
 from shoal.spec.plan import Plan
 from shoal.spec.run import Run
-from shoal.train.put_off import are_put_off, give_put_off_values, put_off_first_values
+from shoal.train.deferred_init import are_put_off, give_put_off_values, put_off_first_values
 
 SHAPE = {"vocab_size": 61, "layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "seq": 16}
 EXPERTS = {**SHAPE, "experts": 4, "experts_per_token": 2, "expert_ffn": 24}

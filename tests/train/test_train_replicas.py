@@ -15,7 +15,7 @@ from train_stand_ins import STEPS, make_trainer
 
 from shoal.errors import CommunicationError, ReplicaError
 from shoal.models import next_token_loss
-from shoal.parallel.owned import checksum
+from shoal.parallel.local_shards import checksum
 from shoal.spec.plan import Plan
 from shoal.spec.run import Run
 from shoal.train import Runtime

@@ -15,7 +15,7 @@ from skip_stand_ins import (
 
 from shoal.spec.plan import Plan
 from shoal.spec.run import Run
-from shoal.train.update import Skips
+from shoal.train.optimizer_step import Skips
 
 PLANS = ["dp=1", "dp=2", "dp=2,shard=zero1", "dp=2,shard=zero2,microbatch=2", "dp=2,shard=zero3,microbatch=1"]
 

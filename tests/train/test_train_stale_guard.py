@@ -12,7 +12,7 @@ from shoal.parallel.exchange.server import Server, Servers
 from shoal.parallel.exchange.stability import most_stable_step
 from shoal.spec.run import Run
 from shoal.train import OptimizerConfig, Runtime, Trainer
-from shoal.train.served import Curvature
+from shoal.train.server_worker import Curvature
 
 WORKERS, STEPS, LARGEST = 4, 120, 5.0
 FORCES = torch.tensor([LARGEST, 1.0, 2.0, 0.5])

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from shoal.parallel import parallelize
-from shoal.train.update import Update
+from shoal.train.optimizer_step import Update
 
 CLIP = 0.5
 

@@ -5,7 +5,7 @@ Nouns: Verdict, Bottleneck, Straggler, Cause, Pattern, Policy. `verdict` judges 
     Imports no torch.
 """
 
-from shoal.analyze.diagnosis.own_work import POLICY, Cause, Pattern, Policy
+from shoal.analyze.diagnosis.compute_time import POLICY, Cause, Pattern, Policy
 from shoal.analyze.diagnosis.run_follower import Told, told_by
 from shoal.analyze.diagnosis.straggler import Straggler
 from shoal.analyze.diagnosis.verdict import Bottleneck, Verdict, verdict

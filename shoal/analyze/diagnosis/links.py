@@ -39,7 +39,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 
-from shoal.analyze.diagnosis.own_work import OwnWork, Policy, errors_from_zero
+from shoal.analyze.diagnosis.compute_time import OwnWork, Policy, errors_from_zero
 from shoal.analyze.diagnosis.straggler import Straggler
 from shoal.spec.timeline import Meeting
 from shoal.spec.timeline.intervals import intersect, length

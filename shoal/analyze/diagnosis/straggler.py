@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Self
 
-from shoal.analyze.diagnosis.own_work import (
+from shoal.analyze.diagnosis.compute_time import (
     PHASES,
     Cause,
     OwnWork,

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from shoal.analyze.diagnosis.compute_time import POLICY, OwnWork, Policy, own_work
 from shoal.analyze.diagnosis.links import find_slow_links, find_slow_ring_links, ring_of
-from shoal.analyze.diagnosis.own_work import POLICY, OwnWork, Policy, own_work
 from shoal.analyze.diagnosis.straggler import Straggler, find_stragglers, peers_of
 from shoal.spec.timeline import Kind, Meeting, Parts, Timeline, explain, meetings
 from shoal.spec.timeline.breakdown import mean

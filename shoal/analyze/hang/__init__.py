@@ -6,9 +6,9 @@ HangVerdict (the cause, with the ranks). `hold_inquest` examines the ranks of a 
 Nothing here imports torch. The backend "shoal" writes ledgers and holds inquests; `shoal hang` reads dumps.
 """
 
+from shoal.analyze.hang.call_log import DTYPES, LEDGERS, NAMES, Ledger, ledger_folder
 from shoal.analyze.hang.flight_recorder import is_dump_folder, read_dumps
-from shoal.analyze.hang.inquest import STACKS_SIGNAL, Peer, hold_inquest, read_states
-from shoal.analyze.hang.ledger import DTYPES, LEDGERS, NAMES, Ledger, ledger_folder
+from shoal.analyze.hang.post_mortem import STACKS_SIGNAL, Peer, hold_inquest, read_states
 from shoal.analyze.hang.verdict import Call, Cause, GroupCalls, HangVerdict, Place, RankState, judge
 
 __all__ = [

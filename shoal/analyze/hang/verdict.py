@@ -16,7 +16,7 @@ What each rank was doing when a collective did not complete.
 
 Nouns: Call (one collective or message, as one rank called it), GroupCalls (the last calls of a rank in one
 group), RankState (calls, process and place of a rank). States come from ledgers of living ranks
-(`inquest.py`) or from the flight recorder of torch (`flight_recorder.py`); `verdict.py` judges both.
+(`post_mortem.py`) or from the flight recorder of torch (`flight_recorder.py`); `verdict.py` judges both.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shoal.collectives.codecs import native, with_torch
 from shoal.collectives.codecs.with_torch import most_threshold_bytes
-from shoal.collectives.core import Core, load_core
+from shoal.collectives.ctypes_core import Core, load_core
 from shoal.errors import PlanError
 from shoal.spec.plan import Compression
 

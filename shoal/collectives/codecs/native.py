@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from shoal.collectives.core import Core
+from shoal.collectives.ctypes_core import Core
 from shoal.spec.plan import Compression
 
 KINDS = ("int8", "int4", "fp8", "sign", "topk", "topk:2bit", "threshold", "random")

@@ -7,7 +7,7 @@ hosts work together stands in `linked_hosts.py`.
 
 from shoal.launch.elastic.drain import ask_to_leave
 from shoal.launch.elastic.elastic import Elasticity, launch_elastic
-from shoal.launch.elastic.membership import PEER, Membership
+from shoal.launch.elastic.elastic_rank import PEER, Membership
 from shoal.launch.elastic.roster import Generation
 
 __all__ = [

@@ -1,7 +1,7 @@
 """Starts ranks on this machine that may be lost, and replaced, while the others train.
 
 A member that fails is lost: the others form a new generation and go on, if enough are left. Meanwhile it is
-started again, and joins in a later generation. See `shoal.launch.elastic.membership`.
+started again, and joins in a later generation. See `shoal.launch.elastic.elastic_rank`.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.launch.elastic.members import Members
-from shoal.launch.elastic.membership import AFTER, MEMBER
+from shoal.launch.elastic.elastic_launcher import Members
+from shoal.launch.elastic.elastic_rank import AFTER, MEMBER
+from shoal.launch.local.fork_server import Nursery
 from shoal.launch.local.launcher import rank_environments, store_on_loopback
 from shoal.launch.local.local_ranks import LocalRanks
-from shoal.launch.local.nursery import Nursery
-from shoal.launch.local.stopping import StopRequest, signals_noted
+from shoal.launch.local.signals import StopRequest, signals_noted
 from shoal.listener import loopback
 from shoal.scratch import scratch_folder
 

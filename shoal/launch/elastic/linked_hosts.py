@@ -1,10 +1,11 @@
 """The ranks of several hosts, as the launcher sees them that leads the run.
 
-One launcher leads, and each other host has one that follows (`follow.py`) over a link to it. There are two
+One launcher leads, and each other host has one that follows (`follower.py`) over a link to it. There are two
 ways to start them:
 
     shoal train --nodes       starts a launcher on each host. The one at the rendezvous leads, and has ranks
-                              too (`hosts.py`). The others dial it. They may come and go (`members.py`)
+                              too (`leader.py`). The others dial it. They may come and go
+                              (`elastic_launcher.py`)
     shoal launch ssh or ray   leads without ranks of its own (`shoal/launch/fleet/`), and starts the others
                               (`agent.py`), whose stdin and stdout are the links. The hosts of the beginning
                               train to the end, as the ranks of one machine do (`launcher.wait_for_end`)

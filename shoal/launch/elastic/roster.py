@@ -1,6 +1,6 @@
 """The launcher's side of generations of members: makes them, in the store of the ranks.
 
-See `shoal.launch.elastic.membership`, the side of a member.
+See `shoal.launch.elastic.elastic_rank`, the side of a member.
 
 Members that end because another is lost: their groups report nothing, and cannot be left (NCCL).
 

@@ -30,7 +30,7 @@ from shoal.launch.hosts.agent import ALONE
 from shoal.launch.local import signals_noted
 from shoal.launch.local.launcher import wait_for_end
 from shoal.launch.local.output import pass_on
-from shoal.launch.local.stopping import StopRequest
+from shoal.launch.local.signals import StopRequest
 from shoal.launch.submit import EXIT_STOPPED
 from shoal.scratch import scratch_folder
 

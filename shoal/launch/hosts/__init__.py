@@ -6,9 +6,9 @@ Kubernetes started.
 """
 
 from shoal.launch.hosts.agent import ranks_here
-from shoal.launch.hosts.follow import follow
+from shoal.launch.hosts.follower import follow
 from shoal.launch.hosts.gate import TOKEN_FILE, find_token, read_token
-from shoal.launch.hosts.hosts import Meeting, lead, open_meeting
+from shoal.launch.hosts.leader import Meeting, lead, open_meeting
 from shoal.launch.hosts.memory_files import MANIFEST, Held, Peer, held_in, is_there
 
 __all__ = [

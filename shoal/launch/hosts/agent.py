@@ -21,14 +21,14 @@ from typing import Any
 import torch
 
 from shoal.channel import Channel, carried
-from shoal.collectives.meeting_point import SECRET_FILE
+from shoal.collectives.tcp_store import SECRET_FILE
 from shoal.errors import ConfigError, ShoalError
-from shoal.launch.hosts.follow import Following
+from shoal.launch.hosts.follower import Following
+from shoal.launch.local.fork_server import Nursery, open_nursery
 from shoal.launch.local.launcher import open_store, rank_environments
 from shoal.launch.local.local_ranks import LocalRanks
-from shoal.launch.local.nursery import Nursery, open_nursery
 from shoal.launch.local.output import Relay, pass_on
-from shoal.launch.local.stopping import signals_noted
+from shoal.launch.local.signals import signals_noted
 from shoal.limits import json_of
 from shoal.listener import loopback
 from shoal.release import release

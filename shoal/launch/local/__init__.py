@@ -5,12 +5,12 @@ stop), Nursery (the process that ranks are forked from). `shoal train` calls `la
 started ranks; the trainer's processes call `join` and `run_rank`.
 """
 
-from shoal.launch.local.kernel import process_age
+from shoal.launch.local.fork_server import Nursery, has_accelerators, open_nursery
 from shoal.launch.local.launcher import TERMINAL, launch, launch_on_node, open_store
-from shoal.launch.local.nursery import Nursery, has_accelerators, open_nursery
 from shoal.launch.local.outcome import EXIT_AGAIN, Outcome, root_cause
 from shoal.launch.local.output import RankLog, keep_output
-from shoal.launch.local.stopping import signals_noted
+from shoal.launch.local.prctl import process_age
+from shoal.launch.local.signals import signals_noted
 from shoal.launch.local.worker import StopSignal, run_rank
 from shoal.launch.local.world import World, choose_device, find_world, join, meet, reports_failures
 

@@ -19,11 +19,11 @@ from torch._C._distributed_c10d import TCPStore
 
 from shoal.analyze.hang import LEDGERS, HangVerdict
 from shoal.errors import ConfigError
+from shoal.launch.local.fork_server import Nursery
 from shoal.launch.local.local_ranks import LAUNCHER, LocalRanks, Processes
-from shoal.launch.local.nursery import Nursery
 from shoal.launch.local.outcome import Outcome, exit_code_of, root_cause
 from shoal.launch.local.output import Terminal
-from shoal.launch.local.stopping import StopRequest, signals_noted
+from shoal.launch.local.signals import StopRequest, signals_noted
 from shoal.launch.submit import EXIT_STOPPED
 from shoal.listener import listen, loopback
 from shoal.scratch import scratch_folder

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol, final
 
 from shoal.errors import CommunicationError, ConfigError
-from shoal.launch.local.nursery import ForkedRank, Nursery
+from shoal.launch.local.fork_server import ForkedRank, Nursery
 from shoal.launch.local.output import Output, RankLog, Terminal
 from shoal.proc import process_state
 from shoal.signals import ANSWERED, withheld_from_children

@@ -13,11 +13,11 @@ from pathlib import Path
 from types import FrameType
 
 from shoal.errors import UserError
-from shoal.launch.local.kernel import die_with, name_process
 from shoal.launch.local.launcher import OUTCOMES
 from shoal.launch.local.local_ranks import LAUNCHER
 from shoal.launch.local.outcome import Outcome
-from shoal.launch.local.stopping import SAME
+from shoal.launch.local.prctl import die_with, name_process
+from shoal.launch.local.signals import SAME
 from shoal.launch.submit import EXIT_STOPPED
 from shoal.signals import STOPS, ignore_signals_at_exit, stopped_early, take_signals
 

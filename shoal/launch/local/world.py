@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from shoal.collectives import is_built, watch_hangs
-from shoal.collectives.meeting_point import Assembly, open_store
+from shoal.collectives.tcp_store import Assembly, open_store
 from shoal.errors import CommunicationError, ConfigError
 
 _NCCL = "cpu:gloo,cuda:nccl"

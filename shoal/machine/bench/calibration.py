@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from shoal.collectives.calibrate import calibrate
-from shoal.collectives.core import load_core
+from shoal.collectives.ctypes_core import load_core
 from shoal.collectives.group import ProcessGroup
 from shoal.collectives.options import Options
 from shoal.collectives.table import built_in_table, save_table

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from shoal.collectives.core import load_core
+from shoal.collectives.ctypes_core import load_core
 from shoal.errors import ConfigError, MissingExtraError
 from shoal.machine.bench.collective import Row, ratio
 from shoal.machine.bench.settings import Settings

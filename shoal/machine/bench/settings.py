@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from shoal.collectives.meeting_point import open_store
+from shoal.collectives.tcp_store import open_store
 from shoal.errors import ConfigError, nearest
 from shoal.machine.bench.collective import COLLECTIVES
 from shoal.predict.cost import ALGORITHMS

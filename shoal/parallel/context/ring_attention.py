@@ -46,9 +46,9 @@ from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use
 
 from shoal.models.attention import Documents, causal_attention, sees
 from shoal.models.once_differentiable import once_differentiable
-from shoal.parallel.access import between_graphs
 from shoal.parallel.communication import Axis, Pending
 from shoal.parallel.context.positions import zigzag_positions
+from shoal.parallel.weight_hooks import between_graphs
 
 Operands = tuple[Tensor, Tensor, Tensor]
 """Query, key and value, or their gradients."""

@@ -20,8 +20,8 @@ from torch import Tensor
 from shoal.errors import PlanError
 from shoal.models.attention import Documents, causal_attention
 from shoal.models.once_differentiable import once_differentiable
-from shoal.parallel.access import between_graphs
 from shoal.parallel.communication import Axis
+from shoal.parallel.weight_hooks import between_graphs
 
 
 @between_graphs

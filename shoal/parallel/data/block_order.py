@@ -25,7 +25,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from shoal.models.task import tensors_in
-from shoal.parallel.access import between_graphs, outside_graphs, watch, watch_calls
+from shoal.parallel.weight_hooks import between_graphs, outside_graphs, watch, watch_calls
 
 NO_BACKWARD = -1
 """Autograd's current graph task outside of backward."""

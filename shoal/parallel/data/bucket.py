@@ -22,10 +22,10 @@ from shoal.collectives import use_huge_pages
 from shoal.errors import LayoutError
 from shoal.parallel.axes import Family
 from shoal.parallel.communication import Pending, Striped, new_buffer
-from shoal.parallel.exchange.sums import CompressedScatter, CompressedSum, Compressing, sum_over
-from shoal.parallel.first_values import FirstValues
+from shoal.parallel.exchange.compressed_sums import CompressedScatter, CompressedSum, Compressing, sum_over
+from shoal.parallel.local_shards import BucketLayout, Cut, Frozen, Owned, as_sharded, like, memory_order
 from shoal.parallel.offload.storage import Storage, Stored, StoredShard, aligned_buffer, note_norms
-from shoal.parallel.owned import BucketLayout, Cut, Frozen, Owned, as_sharded, like, memory_order
+from shoal.parallel.parameter_init import FirstValues
 
 Named = tuple[str, nn.Parameter]
 """A parameter of the model with its name."""

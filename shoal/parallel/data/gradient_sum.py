@@ -29,8 +29,8 @@ from torch import nn
 from shoal.errors import LayoutError
 from shoal.parallel.communication import Axis, Pending, Then, new_buffer
 from shoal.parallel.data.bucket import Bucket, CompressedBucket
-from shoal.parallel.owned import Owned, local_part
-from shoal.parallel.place import on_device
+from shoal.parallel.device import on_device
+from shoal.parallel.local_shards import Owned, local_part
 
 _Hook = Callable[[Any], Any]
 _Hooks = Mapping[int, _Hook]

@@ -17,7 +17,7 @@ from torch.autograd import Variable
 from shoal.parallel.data.block_order import NO_BACKWARD
 from shoal.parallel.data.gradient_sum import GradientHooks
 from shoal.parallel.data.strategy import Setup, Strategy
-from shoal.parallel.owned import Frozen, Owned
+from shoal.parallel.local_shards import Frozen, Owned
 
 
 def naive(setup: Setup) -> Strategy:

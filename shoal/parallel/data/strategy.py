@@ -21,10 +21,10 @@ from torch import nn
 
 from shoal.parallel.axes import Axes, Family
 from shoal.parallel.data.bucket import Bucket, CompressedBucket, Named
-from shoal.parallel.exchange.sums import Compressing
-from shoal.parallel.first_values import FirstValues
+from shoal.parallel.exchange.compressed_sums import Compressing
+from shoal.parallel.local_shards import Cut, Frozen, Owned, fill_buckets
 from shoal.parallel.offload.storage import Storage
-from shoal.parallel.owned import Cut, Frozen, Owned, fill_buckets
+from shoal.parallel.parameter_init import FirstValues
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,13 +24,13 @@ from typing import final
 
 import torch
 
-from shoal.parallel.access import require_no_gradient_transform
 from shoal.parallel.data.block_order import BlockOrder, Visits
 from shoal.parallel.data.bucket import Bucket, CompressedBucket
-from shoal.parallel.data.gradient import GradientReduction
+from shoal.parallel.data.gradient_reduction import GradientReduction
 from shoal.parallel.data.gradient_sum import GradientSum
 from shoal.parallel.data.strategy import Setup, Strategy, groups_by_block
-from shoal.parallel.owned import Frozen, Owned
+from shoal.parallel.local_shards import Frozen, Owned
+from shoal.parallel.weight_hooks import require_no_gradient_transform
 from shoal.spec.plan import Sharding
 
 

@@ -8,7 +8,7 @@ worker i now:
     x = x - rate (d + momentum m)
     y_i = x
 
-The momentum grows in the first rounds (`merges.py`).
+The momentum grows in the first rounds (`merge_schedule.py`).
 
 It is DiLoCo (Douillard et al., arXiv:2311.08105), with SparseLoCo's compression (Sarfi et al.,
 arXiv:2508.15706). With rate 1 and momentum 0 it is local SGD (Stich, arXiv:1805.09767). Fragments are merged
@@ -40,14 +40,21 @@ from torch.optim import Optimizer
 from shoal.collectives.values import all_gather_value
 from shoal.errors import TrainingError
 from shoal.parallel.communication import Axis, Pending, new_buffer
-from shoal.parallel.exchange.merges import Merges, Outer, OuterState, Rounds, outer_settings, vectors_of
-from shoal.parallel.exchange.sums import CompressedSum
+from shoal.parallel.device import on_device
+from shoal.parallel.exchange.compressed_sums import CompressedSum
+from shoal.parallel.exchange.merge_schedule import (
+    Merges,
+    Outer,
+    OuterState,
+    Rounds,
+    outer_settings,
+    vectors_of,
+)
 from shoal.parallel.exchange.worker_exchange import STEPS, WorkerUpdates
+from shoal.parallel.local_shards import Owned, checksum, local_part
 from shoal.parallel.offload.offloaded_optimizer import OffloadedOptimizer
-from shoal.parallel.optimizer.composed import parts_of
-from shoal.parallel.owned import Owned, checksum, local_part
+from shoal.parallel.optimizer.joined_optimizers import parts_of
 from shoal.parallel.parallel import Parallel
-from shoal.parallel.place import on_device
 from shoal.spec.plan import Exchange
 
 

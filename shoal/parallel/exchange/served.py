@@ -19,7 +19,8 @@ from shoal.checkpoint import Coordinator
 from shoal.collectives import Codec, codec_of
 from shoal.errors import TrainingError
 from shoal.parallel.communication import Axis
-from shoal.parallel.exchange.merges import Outer, OuterState
+from shoal.parallel.exchange.compressed_sums import ErrorMemory, seed_of
+from shoal.parallel.exchange.merge_schedule import Outer, OuterState
 from shoal.parallel.exchange.served_state import (
     Loaded,
     give_state,
@@ -29,7 +30,6 @@ from shoal.parallel.exchange.served_state import (
     unpack,
 )
 from shoal.parallel.exchange.server import Blueprint, Decision, Mode, Servers, Terms
-from shoal.parallel.exchange.sums import ErrorMemory, seed_of
 from shoal.parallel.exchange.worker_exchange import Progress, Turn, WorkerUpdates
 from shoal.parallel.parallel import Parallel
 from shoal.record import NullRecorder, Recorder

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from shoal.errors import LayoutError, TrainingError
 from shoal.parallel.exchange.server import Blueprint
-from shoal.parallel.optimizer.composed import Composed, title_of
-from shoal.parallel.owned import Owned, local_part
+from shoal.parallel.local_shards import Owned, local_part
+from shoal.parallel.optimizer.joined_optimizers import Composed, title_of
 from shoal.parallel.parallel import Parallel
 
 

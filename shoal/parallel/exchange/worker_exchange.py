@@ -16,9 +16,10 @@ from typing import Any, NamedTuple, final
 import torch
 from torch.optim import Optimizer
 
-from shoal.parallel.exchange.merges import OuterState, divided
-from shoal.parallel.exchange.sums import CompressedSum
-from shoal.parallel.optimizer.composed import (
+from shoal.parallel.exchange.compressed_sums import CompressedSum
+from shoal.parallel.exchange.merge_schedule import OuterState, divided
+from shoal.parallel.local_shards import Owned
+from shoal.parallel.optimizer.joined_optimizers import (
     Composed,
     OptimizerPart,
     copy_settings,
@@ -27,7 +28,6 @@ from shoal.parallel.optimizer.composed import (
     title_of,
     unscaled,
 )
-from shoal.parallel.owned import Owned
 from shoal.parallel.parallel import Parallel
 
 STEPS = "exchange_steps"

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 
 from shoal.errors import ModelError, PlanError
 from shoal.models import Mixture, mixtures_of
-from shoal.models.expert_products import HostCopy, Multiply, Runs, multiply_by_experts
 from shoal.models.experts import run_experts, within_capacity
+from shoal.models.grouped_matmul import HostCopy, Multiply, Runs, multiply_by_experts
 from shoal.models.once_differentiable import once_differentiable
 from shoal.parallel.communication import Axis, new_buffer
-from shoal.parallel.owned import Cut
+from shoal.parallel.local_shards import Cut
 from shoal.spec.plan import divisors
 
 Positions = Callable[[int, torch.device], Tensor]

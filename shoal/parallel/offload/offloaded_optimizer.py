@@ -26,9 +26,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.errors import CheckpointError, ConfigError, LayoutError
+from shoal.parallel.local_shards import ALIGNMENT, Owned, like, local_part
 from shoal.parallel.offload.storage import HostSegment, Segment, Storage, StoredShard, aligned_buffer
-from shoal.parallel.optimizer.composed import Composed, OptimizerPart, copy_settings, loss_of, title_of
-from shoal.parallel.owned import ALIGNMENT, Owned, like, local_part
+from shoal.parallel.optimizer.joined_optimizers import (
+    Composed,
+    OptimizerPart,
+    copy_settings,
+    loss_of,
+    title_of,
+)
 from shoal.parallel.parallel import Parallel
 from shoal.spec.plan import BLOCK_ELEMENTS, BUFFERS, GRANULE
 

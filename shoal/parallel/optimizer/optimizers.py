@@ -18,8 +18,8 @@ from shoal.errors import LayoutError, TrainingError
 from shoal.parallel.axes import Axes
 from shoal.parallel.communication import Axis
 from shoal.parallel.data.strategy import Strategy
-from shoal.parallel.owned import NO_NORM, PART, Mark, Owned
-from shoal.parallel.place import on_device
+from shoal.parallel.device import on_device
+from shoal.parallel.local_shards import NO_NORM, PART, Mark, Owned
 
 # Marks are attributes of the tensors, so that they end with them.
 _COMPUTES = "_shoal_computes"

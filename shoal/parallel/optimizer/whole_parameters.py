@@ -28,9 +28,15 @@ from torch.optim import Optimizer
 
 from shoal.errors import LayoutError
 from shoal.parallel.communication import Axis
-from shoal.parallel.optimizer.composed import Composed, OptimizerPart, copy_settings, loss_of, title_of
+from shoal.parallel.local_shards import NO_NORM, Owned, part_of_rows
+from shoal.parallel.optimizer.joined_optimizers import (
+    Composed,
+    OptimizerPart,
+    copy_settings,
+    loss_of,
+    title_of,
+)
 from shoal.parallel.optimizer.optimizers import needs_all_parameters
-from shoal.parallel.owned import NO_NORM, Owned, part_of_rows
 from shoal.parallel.parallel import Parallel
 
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from shoal.errors import ClusterError, ConfigError
 from shoal.models import Mixture, Transformer
-from shoal.parallel.owned import Cut
+from shoal.parallel.local_shards import Cut
 from shoal.parallel.pipeline.stage_layout import (
     StageLayout,
     named_part,

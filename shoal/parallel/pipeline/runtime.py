@@ -26,9 +26,9 @@ from shoal.parallel.communication import Axis
 from shoal.parallel.data.strategy import Strategy
 from shoal.parallel.loss_terms import require_no_terms_of_stage
 from shoal.parallel.micro_batches import require_scalar
-from shoal.parallel.pipeline.deferred import Deferral, WeightGradients, split_backward
 from shoal.parallel.pipeline.messages import Messages, MicroBatch, StepData
 from shoal.parallel.pipeline.outputs import broadcast_output
+from shoal.parallel.pipeline.split_backward import Deferral, WeightGradients, split_backward
 from shoal.parallel.pipeline.stage_chain import StageChain
 from shoal.parallel.pipeline.stages import Stage
 from shoal.record import Recorder

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from shoal.errors import ModelError, PlanError
 from shoal.models import Transformer
-from shoal.parallel.access import between_graphs
 from shoal.parallel.communication import Axis
 from shoal.parallel.hugging_face.layout import (
     fit_heads,
@@ -28,9 +27,9 @@ from shoal.parallel.hugging_face.layout import (
     layout_of_hugging_face,
     needs_whole_sequence,
 )
-from shoal.parallel.owned import Cut
-from shoal.parallel.pipeline.deferred import Deferral
-from shoal.parallel.tensor.products import column_products, row_product
+from shoal.parallel.local_shards import Cut
+from shoal.parallel.pipeline.split_backward import Deferral
+from shoal.parallel.tensor.parallel_linear import column_products, row_product
 from shoal.parallel.tensor.tensor_layout import (
     Split,
     TensorLayout,
@@ -44,6 +43,7 @@ from shoal.parallel.tensor.tensor_layout import (
     watch_heads,
 )
 from shoal.parallel.tensor.vocabulary import SplitLogits, embed_rows
+from shoal.parallel.weight_hooks import between_graphs
 from shoal.spec.plan import Plan
 
 

@@ -19,7 +19,7 @@ from shoal.predict.cost.collectives.algorithms import (
     fit_alpha_beta,
     require_name,
 )
-from shoal.predict.cost.kinds import Alike, Kinds, views_of
+from shoal.predict.cost.device_kinds import Alike, Kinds, views_of
 from shoal.predict.cost.layout import Layout
 from shoal.predict.cost.memory.memory import Memories, RankMemory, memory_of
 from shoal.predict.cost.outlook.calibrate import Calibration, calibrate

@@ -18,11 +18,11 @@ from shoal.predict.planner.exchange import (
     expected,
 )
 from shoal.predict.planner.explain import Explanation
-from shoal.predict.planner.polish import changed
+from shoal.predict.planner.heterogeneous import Slower, Unequal, in_proportion
+from shoal.predict.planner.refine import changed
 from shoal.predict.planner.scale import Point, Scaling, scale
 from shoal.predict.planner.search import Ranking, Search
 from shoal.predict.planner.space import ALL_SIZES, Degrees, Space
-from shoal.predict.planner.unequal import Slower, Unequal, in_proportion
 
 __all__ = [
     "ALL_SIZES",

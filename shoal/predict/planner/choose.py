@@ -18,17 +18,17 @@ from shoal.errors import ClusterError, ConfigError, ModelError, PlanError
 from shoal.predict.cost.memory import smallest_fit
 from shoal.predict.planner.candidate import Candidate
 from shoal.predict.planner.explain import Explanation, explain
+from shoal.predict.planner.heterogeneous import with_shares
 from shoal.predict.planner.offloaded import (
     quicker_outside,
     stores_activations,
     unknown_rates,
     with_cheapest_blocks,
 )
-from shoal.predict.planner.polish import LEAST_GAIN, polished, simplest, with_found_schedule
+from shoal.predict.planner.refine import LEAST_GAIN, polished, simplest, with_found_schedule
 from shoal.predict.planner.search import Search
 from shoal.predict.planner.space import Degrees
 from shoal.predict.planner.tree import Fitted
-from shoal.predict.planner.unequal import with_shares
 from shoal.spec.cluster import Cluster, devices_of
 from shoal.spec.plan import CHOICES, SettledPlan, divisors
 from shoal.spec.workload import ModelShape, Workload

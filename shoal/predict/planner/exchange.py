@@ -173,7 +173,7 @@ def _seconds(exchange: Exchange, now: Conditions) -> float:
 
 
 def _compressed(compression: Compression, now: Conditions) -> float:
-    """Return the seconds of a compressed exchange (`shoal.parallel.exchange.sums`) with its codec."""
+    """Return the seconds of a compressed exchange with its codec."""
     nbytes, workers = payload_bytes(compression, now.elements), now.workers
     codec = now.codecs[str(compression)]
     if compression.is_quantised and workers > 2:

@@ -16,12 +16,12 @@ from shoal.predict.cost import Layout
 from shoal.predict.cost.outlook import Band, band_between
 from shoal.predict.cost.time import compute_parts
 from shoal.predict.planner.candidate import Candidate
+from shoal.predict.planner.heterogeneous import Unequal, proportional, unequal, with_shares
 from shoal.predict.planner.offloaded import unknown_rates
-from shoal.predict.planner.polish import changed, half_and_twice, moved, neighbours, simplest
+from shoal.predict.planner.refine import changed, half_and_twice, moved, neighbours, simplest
 from shoal.predict.planner.search import LOOSE, Search
 from shoal.predict.planner.space import Degrees
 from shoal.predict.planner.tree import Fitted
-from shoal.predict.planner.unequal import Unequal, proportional, unequal, with_shares
 from shoal.predict.simulate import Traffic, traffic_of
 from shoal.spec.cluster import Cluster, devices_of
 from shoal.spec.plan import SettledPlan

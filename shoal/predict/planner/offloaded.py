@@ -29,7 +29,7 @@ from functools import partial
 from shoal.errors import ClusterError
 from shoal.predict.cost import Costs
 from shoal.predict.cost.time import update_outside
-from shoal.predict.planner.polish import LEAST_GAIN, changed, half_and_twice
+from shoal.predict.planner.refine import LEAST_GAIN, changed, half_and_twice
 from shoal.predict.planner.search import Search
 from shoal.predict.planner.space import RECOMPUTES, Degrees
 from shoal.predict.planner.tree import Fitted

@@ -3,7 +3,7 @@
 It goes best first through the tree of `shoal.predict.planner.tree`, with a heap. It takes out the branch with
 the least bound, and puts in the branches that grow from it, except those that cannot fit. When a Plan is
 taken out whose memory is known to fit, its step is played. A second process may have a heap with half of the
-degrees (`shoal.predict.planner.helper`); what comes out of both is taken in the order of the bounds.
+degrees (`shoal.predict.planner.helper_process`); what comes out of both is taken in the order of the bounds.
 
 Every Plan that is still in a heap takes at least the bound at its top. So when this bound reaches the
 played seconds of the best Plan of some degrees, less a slack, no other Plan of these degrees is quicker by
@@ -24,9 +24,9 @@ from typing import TypeVar
 
 from shoal.predict.cost.memory import too_large
 from shoal.predict.planner.candidate import Candidate
-from shoal.predict.planner.helper import Helper, can_help
+from shoal.predict.planner.helper_process import Helper, can_help
 from shoal.predict.planner.memory_bound import LeastMemory
-from shoal.predict.planner.shared import Shared
+from shoal.predict.planner.search_cache import Shared
 from shoal.predict.planner.space import Degrees, leanest_sharding
 from shoal.predict.planner.tree import Fitted, Frontier, Key, Takes, Tree
 from shoal.spec.cluster import Cluster

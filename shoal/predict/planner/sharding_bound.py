@@ -18,6 +18,7 @@ from functools import cache, lru_cache
 from shoal.predict.cost import Costs, Layout
 from shoal.predict.cost.time import straggler_share, update_outside
 from shoal.predict.planner.memory_bound import LeastMemory, Share
+from shoal.predict.planner.micro_batch_time import Work
 from shoal.predict.planner.space import Degrees, Space
 from shoal.predict.planner.stage_bound import (
     Communication,
@@ -27,7 +28,6 @@ from shoal.predict.planner.stage_bound import (
     Stages,
     least_of_stages,
 )
-from shoal.predict.planner.work import Work
 from shoal.spec.plan import FULLY_SHARDED, Plan, SettledPlan
 from shoal.spec.workload import Parameters
 

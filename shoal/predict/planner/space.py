@@ -6,7 +6,7 @@ Plans that cannot win in the cost model are left out:
   rank has the same tokens, as many micro-batches and the same group for its gradients, and communicates less
   within blocks.
 - schedule=search is made for times that are known: the best Plan is tried with it
-  (`shoal.predict.planner.polish`).
+  (`shoal.predict.planner.refine`).
 - Without `offload`, state stays on the devices: `shoal.predict.planner.offloaded` searches a space with each.
 
 Nothing else is left out by rule: tp may leave the node, and bounds decide.

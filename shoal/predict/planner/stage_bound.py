@@ -53,8 +53,8 @@ from shoal.predict.cost.time import (
     parameters_on_rank,
     reduce_seconds,
 )
+from shoal.predict.planner.micro_batch_time import Passes, Sums, Work
 from shoal.predict.planner.space import Degrees, HybridSharding, Variant
-from shoal.predict.planner.work import Passes, Sums, Work
 from shoal.spec.cluster import Cluster
 from shoal.spec.plan import Groups
 from shoal.spec.plan.schedules import kind_of

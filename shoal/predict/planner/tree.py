@@ -26,7 +26,7 @@ from typing import NamedTuple, Protocol
 
 from shoal.predict.cost import Layout, RankMemory
 from shoal.predict.planner.memory_bound import Share, StateBytes
-from shoal.predict.planner.shared import Shared
+from shoal.predict.planner.search_cache import Shared
 from shoal.predict.planner.space import RECOMPUTES, SIZES, Degrees, HybridSharding, Variant
 from shoal.predict.planner.stage_bound import Stages, least_of_cut
 from shoal.spec.plan import UNSHARDED, SettledPlan

@@ -9,6 +9,7 @@ that its pipeline schedule forced, `stage_times` says how long each stage works,
 Imports no torch.
 """
 
+from shoal.predict.simulate.async_workers import Course, Meeting, Uneven, course_of, meeting_of, uneven_course
 from shoal.predict.simulate.bubble import (
     StageTimes,
     mark_bubbles,
@@ -26,11 +27,10 @@ from shoal.predict.simulate.failures import (
     failure_course,
     failure_courses,
 )
-from shoal.predict.simulate.played import played_parts, played_passes, played_seconds
 from shoal.predict.simulate.prediction import Prediction, kinds_compared
 from shoal.predict.simulate.simulation import Simulation, picture, simulate
+from shoal.predict.simulate.step_time import played_parts, played_passes, played_seconds
 from shoal.predict.simulate.traffic import Communication, Traffic, traffic_of
-from shoal.predict.simulate.workers import Course, Meeting, Uneven, course_of, meeting_of, uneven_course
 
 __all__ = [
     "BUBBLE",

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shoal.predict.simulate.journal import Journal
-from shoal.predict.simulate.passage import Collective, Exposed, Passage, Piece, Start
+from shoal.predict.simulate.stage_pass import Collective, Exposed, Passage, Piece, Start
 from shoal.predict.simulate.stage_program import StageProgram
 from shoal.spec.plan.schedules import NO_MESSAGE, UNKNOWN, CommonOrder, Message, Work, play_in_order
 from shoal.spec.timeline import Kind, Purpose

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import NamedTuple
 
-from shoal.predict.simulate.passage import Collective, Exposed, Passage
+from shoal.predict.simulate.stage_pass import Collective, Exposed, Passage
 from shoal.spec.timeline import Breakdown, CollectiveFigures, Kind, Lane, Parts, Purpose, RankBreakdown, Span
 from shoal.spec.timeline.breakdown import mean, mean_by_operation
 

@@ -9,7 +9,7 @@ from shoal.predict.cost import Costs, Layout
 from shoal.predict.cost.collectives import collective_seconds, message_bytes
 from shoal.predict.cost.time import parameters_on_rank
 from shoal.predict.simulate.engine import Link, RankProgram
-from shoal.predict.simulate.passage import Collective, Members
+from shoal.predict.simulate.stage_pass import Collective, Members
 from shoal.predict.simulate.stage_program import StageProgram
 from shoal.spec.plan import SettledPlan
 from shoal.spec.plan.group import Group

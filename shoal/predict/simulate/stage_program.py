@@ -35,7 +35,16 @@ from shoal.predict.cost.time import (
     families_of,
     parameters_on_rank,
 )
-from shoal.predict.simulate.passage import Collective, Exposed, Members, Passage, Piece, Start, Wait, Within
+from shoal.predict.simulate.stage_pass import (
+    Collective,
+    Exposed,
+    Members,
+    Passage,
+    Piece,
+    Start,
+    Wait,
+    Within,
+)
 from shoal.spec.plan import SettledPlan
 from shoal.spec.plan.group import Group
 from shoal.spec.plan.schedules import Work

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 
 from shoal.predict.cost import Alike, Costs, Layout
 from shoal.predict.cost.collectives import algorithm_seconds, joining_level, message_bytes
-from shoal.predict.simulate.passage import Collective, Exposed, Piece, Start
 from shoal.predict.simulate.programs import norm_of, stage_programs
+from shoal.predict.simulate.stage_pass import Collective, Exposed, Piece, Start
 from shoal.predict.simulate.stage_program import StageProgram
 from shoal.spec.cluster import Cluster
 from shoal.spec.plan import Boundary, Groups, SettledPlan

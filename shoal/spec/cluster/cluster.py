@@ -7,7 +7,8 @@ device; memory is in bytes, time in seconds.
 A Cluster whose devices differ, seen as uniform ones: as if every device were of one of its kinds.
 
 Costs, memory and the planner know uniform Clusters. They take a view for each kind of device, and combine
-these by the devices that a stage sits on (`shoal.predict.cost.kinds`). All views have the Cluster's links.
+these by the devices that a stage sits on (`shoal.predict.cost.device_kinds`). All views have the Cluster's
+links.
 """
 
 from __future__ import annotations

@@ -8,16 +8,16 @@ Nouns: Plan (how a step is laid over the devices), SettledPlan (a Plan with a fi
     `shoal.parallel`, timed by the simulator. Imports no torch.
 """
 
-from shoal.spec.plan.choices import AXES, CHOICES, DEFAULT_ORDER, DEGREES, element_bytes
+from shoal.spec.plan.allowed_values import AXES, CHOICES, DEFAULT_ORDER, DEGREES, element_bytes
+from shoal.spec.plan.enumerate import VARIED, legal_plans
 from shoal.spec.plan.exchange import BLOCK, CHUNK, SYNCHRONOUS, Compression, Exchange
 from shoal.spec.plan.group import Group
 from shoal.spec.plan.groups import Boundary, FamilyGroups, Groups, Mesh
-from shoal.spec.plan.legal import VARIED, legal_plans
 from shoal.spec.plan.offload import BLOCK_ELEMENTS, BUFFERS, DEVICE, GRANULE, OFFLOADED, Tiers
 from shoal.spec.plan.plan import Plan, parse_settings
-from shoal.spec.plan.settled import BlockChoices, ByFields, SettledPlan, block_choices
+from shoal.spec.plan.resolved import BlockChoices, ByFields, SettledPlan, block_choices
 from shoal.spec.plan.sharding import FULLY_SHARDED, SHARDINGS, UNSHARDED, Sharding, divisors
-from shoal.spec.plan.shares import EQUAL, Shares
+from shoal.spec.plan.uneven_micro_batches import EQUAL, Shares
 
 __all__ = [
     "AXES",

@@ -11,7 +11,7 @@ worker, ranks reduce gradients and gather weights as its sharding says.
                from them (Li et al., OSDI 2014). With `staleness` they do not wait for each other (Ho et al.,
                NIPS 2013)
     auto       the first two and `compress`, whichever is predicted to reach a loss soonest at the time: a
-               choice from measurements, which guards check (`shoal.train.guide`)
+               choice from measurements, which guards check (`shoal.train.exchange_tuner`)
 
 With `compress` they send fewer bytes.
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple, Self
 
-from shoal.spec.plan.choices import AXES, DEFAULT_ORDER, axes_of, strides_of
+from shoal.spec.plan.allowed_values import AXES, DEFAULT_ORDER, axes_of, strides_of
 from shoal.spec.plan.group import Dim, Group, split_dims
 from shoal.spec.plan.plan import Plan
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from shoal.errors import PlanError, nearest
-from shoal.spec.plan.choices import share_of_blocks
+from shoal.spec.plan.allowed_values import share_of_blocks
 from shoal.spec.plan.sharding import Sharding
 
 PLACES: Mapping[str, tuple[str, ...]] = {

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from shoal.errors import PlanError, nearest
 from shoal.limits import NUMBER, PLAN, RANKS
-from shoal.spec.plan.choices import (
+from shoal.spec.plan.allowed_values import (
     AXES,
     CHOICES,
     DEFAULT_ORDER,
@@ -30,7 +30,7 @@ from shoal.spec.plan.group import split_dims
 from shoal.spec.plan.offload import OFFLOADED, Tiers
 from shoal.spec.plan.schedules import FOUND, Schedule, Times, kind_of, make, require_numbers, search
 from shoal.spec.plan.sharding import SHARDINGS, UNSHARDED, Sharding, divisors, require_degrees
-from shoal.spec.plan.shares import EQUAL, Shares
+from shoal.spec.plan.uneven_micro_batches import EQUAL, Shares
 from shoal.units import exact_bytes, parse_bytes
 
 _SIZES = ("bucket",)

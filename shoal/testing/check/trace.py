@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.models import Mixture
-from shoal.models.expert_products import Runs
+from shoal.models.grouped_matmul import Runs
 from shoal.models.transformer import Rotary
 
 Place = tuple[str, str]

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 import torch
 import torch.distributed as dist
 
-from shoal.collectives.core import is_built
+from shoal.collectives.ctypes_core import is_built
 from shoal.collectives.options import Options
 from shoal.collectives.sharded_buffers import empty
 from shoal.errors import ConfigError, MissingExtraError

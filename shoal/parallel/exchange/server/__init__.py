@@ -8,7 +8,7 @@ no process group, so workers may come and go.
 """
 
 from shoal.parallel.exchange.server.client import Servers
+from shoal.parallel.exchange.server.protocol import Blueprint, Decision, Mode, ServerError, Terms, Ticket
 from shoal.parallel.exchange.server.serve import Server
-from shoal.parallel.exchange.server.terms import Blueprint, Decision, Mode, ServerError, Terms, Ticket
 
 __all__ = ["Blueprint", "Decision", "Mode", "Server", "ServerError", "Servers", "Terms", "Ticket"]

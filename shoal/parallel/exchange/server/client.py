@@ -13,7 +13,7 @@ import torch
 from shoal.channel import Channel, ChannelStrangerError, dial
 from shoal.collectives import Codec
 from shoal.collectives.thread_device import callers_device, take_device
-from shoal.parallel.exchange.server.terms import SERVER, Blueprint, Decision, ServerError, Terms, Ticket
+from shoal.parallel.exchange.server.protocol import SERVER, Blueprint, Decision, ServerError, Terms, Ticket
 from shoal.spec.plan import Compression
 
 _ALIGNED = 1024  # elements: a shard begins at a multiple

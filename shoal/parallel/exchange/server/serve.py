@@ -31,10 +31,10 @@ import torch
 from shoal.channel import Channel, challenge
 from shoal.errors import CommunicationError
 from shoal.listener import Listener, listen
-from shoal.parallel.exchange.server.board import Board
 from shoal.parallel.exchange.server.client import ask, connect
+from shoal.parallel.exchange.server.coordinator import Board
+from shoal.parallel.exchange.server.protocol import SERVER, Blueprint, ServerError, Terms
 from shoal.parallel.exchange.server.shard import Contribution, Shard
-from shoal.parallel.exchange.server.terms import SERVER, Blueprint, ServerError, Terms
 from shoal.spec.plan import Compression
 
 _Reply = tuple[dict[str, Any], Sequence[torch.Tensor]]

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, final
 import torch
 
 from shoal.collectives import Codec, codec_of
-from shoal.parallel.exchange.server.terms import Blueprint, ServerError
+from shoal.parallel.exchange.server.protocol import Blueprint, ServerError
 from shoal.spec.plan import Compression
 
 

@@ -1,12 +1,12 @@
 """Collectives and their algorithms: steps, bytes, and seconds over a cluster's levels of links."""
 
-from shoal.predict.cost.collectives.crossings import joining_level, message_bytes, message_seconds
+from shoal.predict.cost.collectives.link_use import joining_level, message_bytes, message_seconds
 from shoal.predict.cost.collectives.network import (
     algorithm_seconds,
     collective_load,
     collective_seconds,
 )
-from shoal.predict.cost.collectives.played import MOVED, Played, motion
+from shoal.predict.cost.collectives.reference_execution import MOVED, Played, motion
 
 __all__ = [
     "MOVED",

@@ -63,7 +63,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from shoal.predict.cost.collectives.crossings import Crossing, crossings
+from shoal.predict.cost.collectives.link_use import Crossing, crossings
 from shoal.spec.cluster import Cluster, Level
 from shoal.spec.plan import Group
 

@@ -62,7 +62,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
-from shoal.predict.cost.kinds import Kinds
+from shoal.predict.cost.device_kinds import Kinds
 from shoal.predict.cost.layout import Layout
 from shoal.predict.cost.memory.activations import block_memory, in_file, stream_bytes
 from shoal.predict.cost.memory.rank import Moment, Outline, Pieces, gathered_bytes, moments_of

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from shoal.errors import PlanError
-from shoal.predict.cost.kinds import views_of
+from shoal.predict.cost.device_kinds import views_of
 from shoal.predict.cost.memory.memory import Memories, RankMemory
 from shoal.spec.cluster import Cluster
 from shoal.spec.plan import FULLY_SHARDED, SettledPlan

@@ -41,7 +41,7 @@ from statistics import fmean, median
 from typing import TypeAlias
 
 from shoal.errors import ConfigError
-from shoal.predict.cost.collectives.crossings import joined_by, message_seconds
+from shoal.predict.cost.collectives.link_use import joined_by, message_seconds
 from shoal.predict.cost.collectives.network import collective_seconds
 from shoal.predict.cost.outlook.observation import (
     SENDS,

@@ -71,7 +71,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from shoal.predict.cost.collectives.crossings import crossings
+from shoal.predict.cost.collectives.link_use import crossings
 from shoal.predict.cost.collectives.network import collective_load, collective_seconds
 from shoal.predict.cost.layout import Layout
 from shoal.predict.cost.time.compute import (

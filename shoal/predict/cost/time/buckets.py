@@ -11,8 +11,8 @@ What ranks send
 What data-parallel ranks send each other of a bucket's gradients, and the seconds of it.
 
 Gradients are summed over the shards, and then over the replicas, each in `width` bytes, or compressed:
-between workers where there are several, and otherwise between the shards (`shoal.parallel.exchange.sums`).
-n elements over d ranks, with c bytes of a payload:
+between workers where there are several, and otherwise between the shards
+(`shoal.parallel.exchange.compressed_sums`). n elements over d ranks, with c bytes of a payload:
 
     kind              communication                          passes over memory, bytes an element
     int8, int4, fp8,  all-to-all of c, and all-gather of c   encode 28 and the payload, twice for the sums;

@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cache, partial
 from itertools import groupby
 
-from shoal.predict.cost.kinds import views_of
+from shoal.predict.cost.device_kinds import views_of
 from shoal.predict.cost.layout import Layout
 from shoal.predict.cost.time.block import BlockCost, block_cost, has_experts
 from shoal.predict.cost.time.compute import Stretch, waits_of
@@ -109,7 +109,7 @@ class HostCosts:
 
 
 def host_costs(workload: Workload, cluster: Cluster) -> tuple[HostCosts, ...]:
-    """Return the costs on each kind of a Cluster's devices (`shoal.predict.cost.kinds.views_of`)."""
+    """Return the costs on each kind of a Cluster's devices (`shoal.predict.cost.device_kinds.views_of`)."""
     together: list[HostCosts] = []
     for view in views_of(cluster):
         HostCosts(workload, view, together)

@@ -54,9 +54,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
-from shoal.predict.cost.collectives.crossings import alike_boundaries, message_bytes, message_seconds
+from shoal.predict.cost.collectives.link_use import alike_boundaries, message_bytes, message_seconds
 from shoal.predict.cost.collectives.network import collective_seconds
-from shoal.predict.cost.kinds import Alike, ByKind, Kinds, alike_of, views_of
+from shoal.predict.cost.device_kinds import Alike, ByKind, Kinds, alike_of, views_of
 from shoal.predict.cost.layout import Layout
 from shoal.predict.cost.time.block import BlockCost, block_cost
 from shoal.predict.cost.time.buckets import owned_by_rank, parameters_on_rank

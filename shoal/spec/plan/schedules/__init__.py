@@ -20,7 +20,7 @@ from shoal.spec.plan.schedules.kinds import FOUND, KINDS, NAMES, kind_of, make, 
 from shoal.spec.plan.schedules.play import Played, Times, play
 from shoal.spec.plan.schedules.schedule import Action, Held, Kind, Schedule, Work, looped, v_shaped
 from shoal.spec.plan.schedules.search import search
-from shoal.spec.plan.schedules.sound import (
+from shoal.spec.plan.schedules.validate import (
     Payload,
     Receive,
     Send,
