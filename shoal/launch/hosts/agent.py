@@ -52,16 +52,16 @@ def main() -> int:
     except (ValueError, KeyError, TypeError):
         print("shoal: no fleet has started this agent", file=sys.stderr)
         return 2
-    pipes = os.dup(0), os.dup(1)
+    reading, writing = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # so that messages alone go through the pipes,
     os.dup2(2, 1)  # and none to a rank that reads its stdin
-    pass_on(token, pipes[1])
+    pass_on(token, writing)
     try:
         _prepare(job)
-        with open_nursery("shoal.train") as nursery, _link(*pipes) as link:
+        with open_nursery("shoal.train") as nursery, _link(reading, writing) as link:
             return _follow(link, job, nursery)
     except ShoalError as error:
-        with _link(*pipes) as link:
+        with _link(reading, writing) as link:
             link.send({"refuses": encode(error).hex()})
         return error.exit_code
 
