@@ -36,7 +36,7 @@ def test_hosts_that_something_else_starts_train_together(programs, tiny_run, tmp
         (("local",), [shlex.join([sys.executable, "-m", "shoal", "train", "--plan", "dp=2"])]),
         (
             ("ssh", "--hosts", "a,b", "--nodes", "1"),
-            [r"ssh .* -- a 'cd .* -m shoal\.launch'", r".* -- b .*  # a spare"],
+            [r"ssh .* -- a 'cd .* -m shoal\.launch\.hosts'", r".* -- b .*  # a spare"],
         ),
         (("ray", "--nodes", "2", "--nproc", "4"), [r"ray\.init", r"actors .*: 2; each with 4 CPUs"]),
         (

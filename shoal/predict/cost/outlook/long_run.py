@@ -55,12 +55,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shoal.errors import ConfigError
 from shoal.spec.cluster import Cluster, dollars
-from shoal.spec.run import Account
 from shoal.spec.workload import Workload
+
+if TYPE_CHECKING:
+    from shoal.spec.run import Account
 
 
 def seconds_between_failures(prior: float, seen: int, seconds: float) -> float:
