@@ -132,13 +132,13 @@ def test_what_cannot_work_is_refused_before_anything_starts(capsys, monkeypatch,
 
 def test_mpi_without_mpi4py_is_refused_with_the_extra(capsys, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr("shoal.machine.bench.contestants.enter.find_spec", lambda name: None)
+    monkeypatch.setattr("shoal.machine.bench.contestants.availability.find_spec", lambda name: None)
     assert main(["bench", "--backend=mpi"]) == 2
     assert "pip install 'shoal[mpi]'" in capsys.readouterr().err
 
 
 def test_mpi_cannot_join_the_ranks_of_torchrun(capsys, monkeypatch):
-    monkeypatch.setattr("shoal.machine.bench.contestants.enter.find_spec", lambda name: True)
+    monkeypatch.setattr("shoal.machine.bench.contestants.availability.find_spec", lambda name: True)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "localhost")
@@ -147,6 +147,6 @@ def test_mpi_cannot_join_the_ranks_of_torchrun(capsys, monkeypatch):
 
 
 def test_shoal_without_its_native_core_is_refused(capsys, monkeypatch):
-    monkeypatch.setattr("shoal.machine.bench.contestants.enter.is_built", lambda: False)
+    monkeypatch.setattr("shoal.machine.bench.contestants.availability.is_built", lambda: False)
     assert main(["bench"]) == 2
     assert "native core" in capsys.readouterr().err

@@ -20,14 +20,15 @@ from array import array
 from collections.abc import Callable, Iterator
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, final
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, final
 
 from shoal.limits import open_regular
 from shoal.spec.run.account import Account, Ledger, parse_events
 from shoal.spec.run.directory import NOT_FINITE, Run
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 _AT_ONCE = 4 << 20
 """Bytes that are read at once."""
@@ -146,20 +147,28 @@ class MetricsTail:
     @property
     def steps(self) -> npt.NDArray[np.int64]:
         """The steps that have values, ascending."""
+        import numpy as np  # here, so that a prediction starts without it
+
         return np.array(self._steps, dtype=np.int64)
 
     def column(self, name: str) -> npt.NDArray[np.float64]:
         """Return the values of each step; a step without one has NaN."""
+        import numpy as np
+
         return np.array(self._columns[name], dtype=np.float64)
 
     def last(self, name: str) -> tuple[int, float] | None:
         """Return the newest step that has a value, and the value."""
+        import numpy as np
+
         values = self.column(name)
         known = np.flatnonzero(~np.isnan(values))
         return (self._steps[known[-1]], float(values[known[-1]])) if len(known) else None
 
     def curve(self, name: str) -> list[float]:
         """Return the values that steps have, in order of steps; NaN where one is not a number."""
+        import numpy as np
+
         values = self.column(name)
         diverged = [step for each, step in self._not_numbers if each == name]
         curve: list[float] = values[~np.isnan(values) | np.isin(self.steps, diverged)].tolist()

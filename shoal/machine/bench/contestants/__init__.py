@@ -8,7 +8,7 @@ oneccl         Intel's oneCCL, through its C interface
 memory         no communication: the least reads and writes that a collective needs, on private memory
 """
 
+from shoal.machine.bench.contestants.availability import enter, require_available
 from shoal.machine.bench.contestants.contestant import Buffers, Contestant, Operation, UnsupportedError
-from shoal.machine.bench.contestants.enter import enter, require_available
 
 __all__ = ["Buffers", "Contestant", "Operation", "UnsupportedError", "enter", "require_available"]
