@@ -197,7 +197,7 @@ def test_opentelemetry_sends_gauges_to_a_collector(run):
     assert named["shoal.loss"].gauge.data_points[0].as_double == 0.0
     assert named["shoal.step"].gauge.data_points[0].as_double == 3.0
     attributes = {each.key: each.value.string_value for each in resource.resource.attributes}
-    assert attributes["shoal.spec.run"] == "tiny-run"
+    assert attributes["shoal.run"] == "tiny-run"
 
 
 def read(port, path="/metrics"):

@@ -106,7 +106,7 @@ class OpenTelemetryLogger(Logger):
         reader = PeriodicExportingMetricReader(
             exporter, export_interval_millis=1000 * seconds, export_timeout_millis=5000
         )
-        resource = Resource.create({"service.name": "shoal", "shoal.spec.run": run})
+        resource = Resource.create({"service.name": "shoal", "shoal.run": run})
         self._provider = MeterProvider(metric_readers=[reader], resource=resource)
         self._meter = self._provider.get_meter("shoal")
         self._gauges: dict[str, Any] = {}
